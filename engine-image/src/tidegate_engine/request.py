@@ -1,0 +1,141 @@
+"""A request and a step: the facts that scheduler, runner, engine loop and simulator pass to each other.
+
+Pure: no torch, no I/O, no clock. A request carries counts and block hashes beside its ids, so that a simulator can
+bring hashes ready-made and no ids. Only the scheduler mutates a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the OpenAI words where there is one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `logprobs` None = none, n = the chosen token's and the n most likely."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One inference request. Times are seconds of the caller's monotonic clock."""
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival: float
+    prompt_ids: Sequence[int] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str = ""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of the full blocks of prompt + output; filled by the block manager, or brought ready-made."""
+
+    state: RequestState = RequestState.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    output_tokens: int = 0
+    num_computed: int = 0
+    """Tokens of prompt + output whose KV is written (or planned in the step in flight)."""
+    num_cached: int = 0
+    """Prompt tokens taken from the prefix cache at the first admission."""
+    blocks: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+    def token_ids(self, start: int, count: int) -> list[int]:
+        """Ids of positions [start, start + count) of prompt + output."""
+        prompt = list(self.prompt_ids[start : start + count])
+        rest = count - len(prompt)
+        offset = max(0, start - self.prompt_tokens)
+        return prompt + self.output_ids[offset : offset + rest]
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """Positions [start, start + count) of a request, computed in this step.
+
+    `samples` is true when the last position yields the next token (a decode, or the last chunk of a prefill).
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    blocks: tuple[int, ...]
+    """The request's block table, long enough for start + count tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass computes. Empty `items` = nothing to do."""
+
+    id: int
+    items: tuple[StepItem, ...]
+    settings_version: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.count for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of the chosen token, and the most likely ones as (id, logprob), most likely first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What a runner returns for an item that samples. `is_eos` is the model's word; the scheduler decides."""
+
+    token_id: int
+    is_eos: bool = False
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Set when this one request failed in the step (NaN logits, ...): it is finished with reason `error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What `commit` reports for a request: a token, its end, or both."""
+
+    request: Request
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None

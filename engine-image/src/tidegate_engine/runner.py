@@ -1,0 +1,53 @@
+"""The narrow protocol between the engine loop and what computes a step, and the facts about the model behind it.
+
+No torch here: the torch runner lives in `torch_runner`, the modelled one in `modelled_runner`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate_engine.request import SampledToken, Step
+from tidegate_engine.steptime import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What capacity maths needs to know of a loaded model; `/admin/v1/info` serves it."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+    weight_dtype: str
+    kv_dtype: str
+    weight_bytes: int
+    kv_token_bytes: int
+    kv_blocks: int
+    block_tokens: int
+    gpu_product: str | None
+    gpu_count: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Runner(Protocol):
+    """Computes steps. Called from the engine loop's thread only."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def step_model(self) -> StepModel | None:
+        """Known coefficients (a modelled runner), or None: then the loop's online fit speaks."""
+        ...
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Seconds by phase: weights, warmup."""
+        ...
+
+    def run(self, step: Step) -> Mapping[str, SampledToken]:
+        """Compute `step`; returns a token by request id for every item that samples. Blocking."""
+        ...

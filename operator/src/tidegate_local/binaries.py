@@ -1,0 +1,125 @@
+"""The Kubernetes binaries: built from the Go modules beside this file into the cache, once for each key.
+
+Owns what is built and how; called by `setup`, and by `cluster` for paths. Knows nothing of running them.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate_local import activity, cache
+
+MODULES = Path(__file__).parent / "modules"
+KUBERNETES_VERSION = "1.36.3"
+
+
+class MissingBinary(Exception):
+    """A binary has not been built yet; the message says how to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One main package of one module."""
+
+    name: str
+    module: str
+    package: str
+
+
+BINARIES = (
+    Binary("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
+    Binary("kube-apiserver", "kube", "k8s.io/kubernetes/cmd/kube-apiserver"),
+    Binary("kube-controller-manager", "kube", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+    Binary("kubectl", "kube", "k8s.io/kubernetes/cmd/kubectl"),
+    Binary("kube-scheduler", "kube", "k8s.io/kubernetes/cmd/kube-scheduler"),
+    Binary("kubelet", "kube", "k8s.io/kubernetes/cmd/kubelet"),
+    Binary("kube-proxy", "kube", "k8s.io/kubernetes/cmd/kube-proxy"),
+    Binary("coredns", "coredns", "github.com/coredns/coredns"),
+    Binary("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
+)
+"""In build order: what a control plane needs comes first, so that it can be used while the rest still compiles."""
+
+
+def version_flags(version: str = KUBERNETES_VERSION) -> str:
+    """Linker flags that stamp the release into the binaries: without them version checks (kubectl, Helm) break."""
+    major, minor, _ = version.split(".")
+    stamps = {
+        "gitVersion": f"v{version}",
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitCommit": f"v{version}",
+        "gitTreeState": "clean",
+        "buildDate": "1970-01-01T00:00:00Z",
+    }
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    stamped = [f"-X {package}.{name}={value}" for package in packages for name, value in stamps.items()]
+    return " ".join(["-s", "-w", *stamped])
+
+
+def go_command() -> str:
+    """Path of `go`. Raises MissingBinary where there is none."""
+    found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if found is None:
+        raise MissingBinary("Go is not installed: put Go 1.26 or newer on PATH (https://go.dev/dl) and run this again.")
+    return found
+
+
+def module_folder(module: str) -> Path:
+    """Where the binaries of a module lie for its go.mod, go.sum and this Go version."""
+    version = subprocess.run(
+        [go_command(), "env", "GOVERSION", "GOARCH"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=MODULES / module,
+        env={**os.environ, "GOTOOLCHAIN": "local"},
+    ).stdout
+    source = MODULES / module
+    parts = [version, (source / "go.mod").read_bytes(), (source / "go.sum").read_bytes(), version_flags()]
+    return cache.root() / "bin" / f"{module}-{cache.key(parts)}"
+
+
+def paths() -> Mapping[str, Path]:
+    """Path of every binary that has been built for the present key."""
+    folders = {module: module_folder(module) for module in {binary.module for binary in BINARIES}}
+    found = {binary.name: folders[binary.module] / binary.name for binary in BINARIES}
+    return {name: path for name, path in found.items() if path.exists()}
+
+
+def missing() -> list[Binary]:
+    built = paths()
+    return [binary for binary in BINARIES if binary.name not in built]
+
+
+def build(progress: activity.Progress) -> None:
+    """Build what is missing. Go's own caches for it are private and dropped when all has been built."""
+    for binary in missing():
+        with progress.step(binary.name) as step:
+            _build_one(binary, step)
+    drop_build_caches()
+
+
+def drop_build_caches() -> None:
+    """Remove the module and build caches (6 GB): with the binaries kept by key they would never be read again."""
+    for name in ("go-build", "go-mod"):
+        shutil.rmtree(cache.root() / name, ignore_errors=True)
+
+
+def _build_one(binary: Binary, step: activity.Step) -> None:
+    target = module_folder(binary.module) / binary.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    env = {
+        **os.environ,
+        "CGO_ENABLED": "0",
+        "GOCACHE": str(cache.folder("go-build")),
+        "GOMODCACHE": str(cache.folder("go-mod")),
+        "GOFLAGS": "-mod=readonly -modcacherw -buildvcs=false",
+        "GOTOOLCHAIN": "local",
+    }
+    argv = [go_command(), "build", "-v", "-trimpath", "-p", str(os.cpu_count() or 2), "-ldflags", version_flags()]
+    activity.run([*argv, "-o", unfinished, binary.package], step, env=env, cwd=MODULES / binary.module)
+    unfinished.rename(target)

@@ -1,0 +1,176 @@
+"""What the operator saw and what it chose: the facts that the shell gathers and the pure core decides on.
+
+Pure data: no I/O, no clock. `None` means unknown, never zero. Built by `reconcile` from `cluster`, `prometheus` and
+`scrape`; read by `capacity`, `policy` and `status`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidegate_engine.settings import BatchSettings
+from tidegate_engine.steptime import StepModel
+
+
+class ReplicaPhase(StrEnum):
+    """Where an engine pod stands. Only Starting, Pulling and Loading are credited as supply to come."""
+
+    STARTING = "Starting"
+    PULLING = "Pulling"
+    LOADING = "Loading"
+    READY = "Ready"
+    DRAINING = "Draining"
+    UNSCHEDULABLE = "Unschedulable"
+    GATED = "Gated"
+    CRASH_LOOPING = "CrashLooping"
+    PULL_FAILED = "PullFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine pod. Times are Unix seconds."""
+
+    name: str
+    uid: str
+    ip: str | None
+    phase: ReplicaPhase
+    created_at: float
+    ready_at: float | None = None
+    restarts: int = 0
+    reason: str = ""
+    """The kubelet's or scheduler's word, e.g. `OOMKilled`, `Unschedulable`."""
+    message: str = ""
+    updated: bool = True
+    """Whether the pod is of the Deployment's newest template."""
+    settings_generation: int | None = None
+    """The settings generation that the pod acknowledged."""
+    settings: BatchSettings | None = None
+    """Its effective settings."""
+    running: float | None = None
+    waiting: float | None = None
+    running_context_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Traffic of one object over `window_seconds`, summed over its pods (never averaged quantiles)."""
+
+    window_seconds: float
+    sampled_at: float
+    """Unix seconds of the oldest sample among the newest of each pod."""
+    arrivals_per_second: Mapping[int, float]
+    """By lower ISL edge."""
+    finished_per_second: Mapping[tuple[int, int], float]
+    """Joint counts by (lower ISL edge, lower OSL edge)."""
+    running: float
+    waiting: float
+    waiting_prompt_tokens: float
+    running_context_tokens: float
+    running_past_output_edge: Mapping[int, float]
+    """Running requests whose output has passed each OSL edge."""
+    ttft_p95_seconds: float | None
+    itl_p95_seconds: float | None
+    queue_p95_seconds: float | None
+    prompt_tokens_per_second: float | None
+    cached_prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None
+    kv_used_ratio: float | None
+    preemptions_per_second: float | None
+    pods_covered: int
+    """Pods with a fresh sample."""
+
+
+class MetricsState(StrEnum):
+    FRESH = "Fresh"
+    STALE = "Stale"
+    ABSENT = "Absent"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a pod's `/admin/v1/info` and step-model metrics say; the input of `capacity`."""
+
+    kv_blocks: int
+    block_tokens: int
+    max_model_len: int
+    kv_token_bytes: int
+    weight_bytes: int
+    gpu_product: str | None
+    gpu_count: int
+    version: str
+    step_model: StepModel | None
+    step_model_residual_ratio: float | None
+    step_model_samples: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything that `decide` may know."""
+
+    now: float
+    current_replicas: int
+    """`spec.replicas` of the child Deployment, 0 when there is none yet."""
+    replicas: tuple[Replica, ...] = ()
+    demand: Demand | None = None
+    metrics_state: MetricsState = MetricsState.ABSENT
+    metrics_message: str = ""
+    engine: EngineInfo | None = None
+    start_seconds: float | None = None
+    """Measured time from creation to Ready, the slowest of the recent pods."""
+    rollout_in_progress: bool = False
+    spec_replicas: int | None = None
+    """`spec.replicas` of the object (modes Off and External)."""
+
+    def count(self, *phases: ReplicaPhase) -> int:
+        return sum(replica.phase in phases for replica in self.replicas)
+
+
+class Bottleneck(StrEnum):
+    PREFILL = "Prefill"
+    DECODE = "Decode"
+    KV = "KV"
+    QUEUE = "Queue"
+    NONE = "None"
+
+
+class Action(StrEnum):
+    HOLD = "Hold"
+    SCALE_UP = "ScaleUp"
+    SCALE_DOWN = "ScaleDown"
+    RETUNE = "Retune"
+
+
+@dataclass(frozen=True, slots=True)
+class PatternShare:
+    """One query pattern in the observed mix."""
+
+    name: str
+    share: float
+    requests_per_second: float
+    isl_mean_tokens: float
+    osl_mean_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was chosen, and why: feeds condition, Event, log, status and test alike."""
+
+    replicas: int
+    settings: BatchSettings
+    settings_generation: int
+    action: Action
+    reason: str
+    """CamelCase."""
+    message: str
+    """One sentence with the figures."""
+    recheck_after_seconds: float
+    wanted_replicas: int | None = None
+    """Before bounds and behaviour; None when demand or capacity is unknown."""
+    bounded_by: tuple[str, ...] = ()
+    """Rules that changed the wanted number, in order."""
+    bottleneck: Bottleneck = Bottleneck.NONE
+    mix: tuple[PatternShare, ...] = ()
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    """The formula's values, so that a human can recompute the number."""
+    memory: Mapping[str, object] = field(default_factory=dict)
+    """Opaque, bounded, JSON: goes into status and comes back as `memory` of the next decision."""
