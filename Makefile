@@ -1,0 +1,52 @@
+# Two commands for users, `make demo` and `make test`; each does all of its own set-up and can be run again at once.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TESTS ?= tests
+
+.PHONY: help demo test prove bench lint generate clean
+
+help: ## This list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
+
+demo: $(VENV)/.local ## From nothing to a served, rescaled model on a local cluster (KEEP=1 keeps it, CONTEXT=name uses yours)
+	@$(BIN)/tidegate-local demo $(if $(KEEP),--keep) $(if $(CONTEXT),--context "$(CONTEXT)") $(DEMO_ARGS)
+
+test: $(VENV)/.dev ## Lint, types, import contracts, all tests
+	@$(BIN)/tidegate-local setup
+	@$(MAKE) --no-print-directory lint
+	@$(BIN)/pytest $(TESTS)
+
+prove: $(VENV)/.dev ## The fuzzers and soaks of the tests with their full numbers; goes on where it was stopped
+	@$(BIN)/tidegate-local setup
+	@TIDEGATE_PROVE=1 $(BIN)/pytest -m prove --stepwise $(TESTS)
+
+bench: $(VENV)/.dev ## Speed, as ratios within one run
+	@$(BIN)/tidegate-local setup --images ""
+	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
+
+generate: $(VENV)/.dev ## The CRD, from the pydantic models
+	@$(BIN)/python -m tidegate_operator.crd
+
+clean: ## Remove the virtual environment (the cluster's caches: tidegate-local clean)
+	@rm -rf $(VENV)
+
+# `.local` holds what the cluster and the demo need, `.dev` the tests' dependencies as well (torch among them).
+$(VENV)/.local $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+	  echo "Installing python3-venv"; rm -rf $(VENV); \
+	  { apt-get update -qq && apt-get install -qq -y python3-venv; } >/dev/null \
+	  || { echo "python3-venv is missing: install it, or run as root on Debian 12."; exit 1; }; \
+	  $(PYTHON) -m venv $(VENV); }
+	@echo "Installing Python packages into $(VENV) ($*)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
