@@ -1,0 +1,1057 @@
+"""The contract with users: group, names, labels, condition types, reasons, and the fields of `spec` as pydantic models.
+
+Field descriptions become `kubectl explain`, the rules beside them become CEL in the CRD (`crd` generates it from here).
+Reading is lenient (unknown fields are ignored, every default is filled): the CRD is the strict gate. No I/O, no clock.
+Read by `policy`, `render`, `status` and the shell.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+from pydantic.config import JsonDict
+
+from tidegate_engine.settings import (
+    DEFAULT_PATTERNS,
+    ISL_EDGES,
+    OSL_EDGES,
+    OTHER_PATTERN,
+    BatchSettings,
+    Envelope,
+    Pattern,
+)
+
+GROUP = "tidegate.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LLMDeployment"
+PLURAL = "llmdeployments"
+SINGULAR = "llmdeployment"
+SHORT_NAME = "lld"
+CATEGORIES = ("all", "llm")
+FIELD_MANAGER = "tidegate-operator"
+
+NAME_LABEL = "app.kubernetes.io/name"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+DEPLOYMENT_LABEL = f"{GROUP}/deployment"
+ENGINE_NAME = "tidegate-engine"
+OPERATOR_NAME = "tidegate-operator"
+
+MAX_NAME_LENGTH = 52
+HTTP_PORT = 8000
+ADMIN_PORT = 8001
+CONFIG_DIR = "/etc/tidegate"
+MODELS_DIR = "/models"
+OBJECT_UID_ENV = "TIDEGATE_OBJECT_UID"
+
+
+class ConditionType(StrEnum):
+    """Types of `status.conditions`. Reconciling, Stalled and Degraded are good when False, the others when True."""
+
+    READY = "Ready"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    DEGRADED = "Degraded"
+    MODEL_READY = "ModelReady"
+    CAPACITY_AVAILABLE = "CapacityAvailable"
+    METRICS_AVAILABLE = "MetricsAvailable"
+    ABLE_TO_SCALE = "AbleToScale"
+    SCALING_ACTIVE = "ScalingActive"
+    SCALING_LIMITED = "ScalingLimited"
+    BATCHING_APPLIED = "BatchingApplied"
+    OBJECTIVES_MET = "ObjectivesMet"
+
+
+class Reason(StrEnum):
+    """Reasons of conditions and Events that the operator itself gives. Pods and decisions bring their own."""
+
+    SERVING = "Serving"
+    STARTING = "Starting"
+    SCALED_TO_ZERO = "ScaledToZero"
+    INVALID_SPEC = "InvalidSpec"
+    RECONCILE_FAILED = "ReconcileFailed"
+    AS_EXPECTED = "AsExpected"
+    ROLLING_OUT = "RollingOut"
+    SCALING = "Scaling"
+    SETTLED = "Settled"
+    NO_READY_REPLICA = "NoReadyReplica"
+    MINIMUM_AVAILABLE = "MinimumAvailable"
+    REPLICAS_UNAVAILABLE = "ReplicasUnavailable"
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    MODEL_LOADED = "ModelLoaded"
+    MODEL_LOADING = "ModelLoading"
+    MODEL_NOT_FOUND = "ModelNotFound"
+    MODEL_INVALID = "ModelInvalid"
+    SETTINGS_INVALID = "SettingsInvalid"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    OUT_OF_MEMORY = "OutOfMemory"
+    ENGINE_FAILED = "EngineFailed"
+    SCHEDULED = "Scheduled"
+    UNSCHEDULABLE = "Unschedulable"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    GATED = "Gated"
+    METRICS_FOUND = "MetricsFound"
+    METRICS_STALE = "MetricsStale"
+    METRICS_MISSING = "MetricsMissing"
+    PROMETHEUS_ERROR = "PrometheusError"
+    READY_FOR_NEW_SCALE = "ReadyForNewScale"
+    HOLDING = "Holding"
+    VALID_METRIC_FOUND = "ValidMetricFound"
+    SCALING_OFF = "ScalingOff"
+    SCALING_PAUSED = "ScalingPaused"
+    SCALED_BY_OTHERS = "ScaledByOthers"
+    OBSERVING_ONLY = "ObservingOnly"
+    WITHIN_BOUNDS = "WithinBounds"
+    TOO_FEW_REPLICAS = "TooFewReplicas"
+    TOO_MANY_REPLICAS = "TooManyReplicas"
+    ALL_REPLICAS_APPLIED = "AllReplicasApplied"
+    WAITING_FOR_REPLICAS = "WaitingForReplicas"
+    MET = "Met"
+    MISSED = "Missed"
+    NO_OBJECTIVES = "NoObjectives"
+    UNKNOWN = "Unknown"
+
+
+class BatchingMode(StrEnum):
+    AUTO = "Auto"
+    FIXED = "Fixed"
+    OBSERVE = "Observe"
+
+
+class ScalingMode(StrEnum):
+    OFF = "Off"
+    OBSERVE = "Observe"
+    AUTO = "Auto"
+    EXTERNAL = "External"
+
+
+class SelectPolicy(StrEnum):
+    MAX = "Max"
+    MIN = "Min"
+    DISABLED = "Disabled"
+
+
+class PolicyType(StrEnum):
+    PODS = "Pods"
+    PERCENT = "Percent"
+
+
+class OnMissingPolicy(StrEnum):
+    HOLD = "Hold"
+    FALLBACK = "Fallback"
+
+
+class RolloutStrategy(StrEnum):
+    SURGE = "Surge"
+    DRAIN_FIRST = "DrainFirst"
+    RECREATE = "Recreate"
+
+
+class InvalidSpec(ValueError):
+    """The object cannot be read as an LLMDeployment; the message says which field, for a condition."""
+
+
+def _rules(*pairs: tuple[str, str]) -> JsonDict:
+    """CEL rules as (expression, message); they hold where they stand, `self` is that value."""
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
+
+
+_MAP_BY_NAME: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+_ATOMIC: JsonDict = {"x-kubernetes-list-type": "atomic"}
+
+ResourceName = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+"""A DNS label or the name of an object."""
+LabelText = Annotated[str, Field(max_length=63)]
+AnnotationText = Annotated[str, Field(max_length=4096)]
+Quantity = Annotated[
+    int | str,
+    Field(
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            "maxLength": 32,
+            "pattern": r"^\+?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE][+-]?[0-9]+))?$",
+        }
+    ),
+]
+"""A Kubernetes quantity such as 500m, 2 or 8Gi."""
+
+
+class _Part(BaseModel):
+    """A part of the object: frozen, camelCase on the wire, unknown fields ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
+
+
+# --- model ---------------------------------------------------------------------------------------------------------
+
+
+class Model(_Part):
+    uri: str = Field(
+        min_length=1,
+        max_length=1024,
+        description=(
+            "Where the model's files come from. `file:///path` is a path inside the engine image or a volume mounted by"
+            " `podTemplate`. `oci://IMAGE` names an image that carries the files under /models: they are copied when a"
+            " pod starts; `oci://IMAGE#FILE` picks one of several files."
+        ),
+        json_schema_extra=_rules(
+            (
+                "self.startsWith('file:///') || self.startsWith('oci://')",
+                "model.uri must start with file:/// or oci://; other schemes are not supported yet",
+            ),
+            (
+                "self.matches('^[!-~]+$')",
+                "model.uri must not contain spaces or control characters",
+            ),
+            (
+                "!self.startsWith('file://') || (self != 'file:///' && !self.split('/').exists(p, p == '..'))",
+                "model.uri must name an absolute path without '..', such as file:///models/model.gguf",
+            ),
+            (
+                "!self.startsWith('oci://') || self.matches('^oci://[A-Za-z0-9][A-Za-z0-9._:/@-]*(#[A-Za-z0-9._-]+)?$')",
+                "model.uri must name an image, such as oci://registry.example/models/smollm2:1.0",
+            ),
+        ),
+    )
+    served_names: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = Field(
+        default=(),
+        max_length=16,
+        description=(
+            "Names under which clients ask for the model (`model` of the OpenAI API). The object's name when absent;"
+            " that default is computed and never written here."
+        ),
+        json_schema_extra={
+            "x-kubernetes-list-type": "set",
+            **_rules(
+                (
+                    "self.all(n, n.matches('^[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?$'))",
+                    "model.servedNames may hold letters, digits and the signs . _ : / - only",
+                )
+            ),
+        },
+    )
+
+
+# --- engine --------------------------------------------------------------------------------------------------------
+
+OPERATOR_OWNED_FLAGS = (
+    "model",
+    "served-model-name",
+    "config-dir",
+    "admin-keys",
+    "host",
+    "port",
+    "admin-port",
+    "shutdown-timeout",
+    "endpoint-removal-seconds",
+    "liveness-stall-seconds",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "long-prefill-token-threshold",
+)
+"""Flags that the operator sets itself; `engine.args` may not."""
+
+
+class EnvVar(_Part):
+    name: str = Field(
+        min_length=1,
+        max_length=128,
+        description="Name of the variable: letters, digits and underscores, no digit in front; not TIDEGATE_*.",
+        json_schema_extra=_rules(
+            ("self.matches('^[A-Za-z_][A-Za-z0-9_]*$')", "engine.env names are letters, digits and underscores"),
+            ("!self.startsWith('TIDEGATE_')", "engine.env names that start with TIDEGATE_ are set by the operator"),
+        ),
+    )
+    value: str = Field(default="", max_length=4096, description="Value of the variable.")
+
+
+class Engine(_Part):
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Image of the engine. The operator's default image when absent.",
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When the node pulls the images. The operator's default when absent."
+    )
+    max_model_length: int | None = Field(
+        default=None,
+        ge=16,
+        le=16_777_216,
+        description="Longest context in tokens, prompt and output together. The model's own when absent.",
+    )
+    kv_block_tokens: Literal[8, 16, 32, 64, 128] = Field(default=16, description="Tokens of one KV cache block.")
+    prefix_caching: bool = Field(
+        default=True, description="Whether the KV cache of shared prompt beginnings is kept and used again."
+    )
+    args: tuple[Annotated[str, Field(max_length=1024)], ...] = Field(
+        default=(),
+        max_length=64,
+        description=(
+            "Further command-line arguments of the engine, in `--flag=value` form. Flags that the operator owns (model,"
+            " ports, batch settings, drain times) are refused."
+        ),
+        json_schema_extra={
+            **_ATOMIC,
+            **_rules(
+                (
+                    f"self.all(a, !a.matches('^--?({'|'.join(OPERATOR_OWNED_FLAGS)})(=.*)?$'))",
+                    "engine.args must not set a flag that the operator sets: "
+                    + ", ".join(f"--{flag}" for flag in OPERATOR_OWNED_FLAGS),
+                )
+            ),
+        },
+    )
+    env: tuple[EnvVar, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Further environment variables of the engine's container.",
+        json_schema_extra=_MAP_BY_NAME,
+    )
+
+
+# --- batching ------------------------------------------------------------------------------------------------------
+
+
+def _range_rules(name: str, low: int, high: int) -> JsonDict:
+    """min <= initial <= max, absent ends taken as the default (which gives way to a given one)."""
+    top = f"(has(self.max) ? self.max : (has(self.min) && self.min > {high} ? self.min : {high}))"
+    bottom = f"(has(self.min) ? self.min : (has(self.max) && self.max < {low} ? self.max : {low}))"
+    return _rules(
+        (f"{bottom} <= {top}", f"batching.{name}: min must not be above max"),
+        (
+            f"!has(self.initial) || ({bottom} <= self.initial && self.initial <= {top})",
+            f"batching.{name}: initial must lie between min and max",
+        ),
+    )
+
+
+class Range(_Part):
+    """The envelope of a live setting. An absent end is the default, bent to the ends that are given."""
+
+    min: int | None = Field(default=None, ge=1, le=1_048_576, description="Lowest value that may be set.")
+    max: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_048_576,
+        description="Highest value that may be set. Buffers are sized by it: a change restarts the pods.",
+    )
+    initial: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_048_576,
+        description="Value to start from; with mode Fixed the value that holds.",
+    )
+
+    def bounds(self, low: int, high: int) -> tuple[int, int]:
+        """Both ends, with `low` and `high` for absent ones."""
+        top = self.max if self.max is not None else max(high, self.min or 0)
+        return (self.min if self.min is not None else min(low, top)), top
+
+
+DEFAULT_SETTINGS = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, long_prefill_token_threshold=1024)
+DEFAULT_ENVELOPE = Envelope()
+
+
+class Batching(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "!has(self.prefillChunkTokens) || !has(self.prefillChunkTokens.max) || self.prefillChunkTokens.max <="
+                " (has(self.maxBatchedTokens) && has(self.maxBatchedTokens.max) ? self.maxBatchedTokens.max : 16384)",
+                "batching.prefillChunkTokens.max must not be above batching.maxBatchedTokens.max (16384 when absent)",
+            ),
+            (
+                "!has(self.maxSequences) || !has(self.maxSequences.max) || self.maxSequences.max <="
+                " (has(self.maxBatchedTokens) && has(self.maxBatchedTokens.max) ? self.maxBatchedTokens.max : 16384)",
+                "batching.maxSequences.max must not be above batching.maxBatchedTokens.max (16384 when absent)",
+            ),
+            (
+                "!has(self.maxBatchedTokens) || !has(self.maxBatchedTokens.max)"
+                " || !has(self.prefillChunkTokens) || !has(self.prefillChunkTokens.min)"
+                " || self.prefillChunkTokens.min <= self.maxBatchedTokens.max",
+                "batching.prefillChunkTokens.min must not be above batching.maxBatchedTokens.max",
+            ),
+            (
+                "!has(self.maxBatchedTokens) || !has(self.maxBatchedTokens.max)"
+                " || !has(self.maxSequences) || !has(self.maxSequences.min)"
+                " || self.maxSequences.min <= self.maxBatchedTokens.max",
+                "batching.maxSequences.min must not be above batching.maxBatchedTokens.max",
+            ),
+            (
+                "!has(self.maxSequences) || !has(self.maxSequences.initial) || !has(self.maxBatchedTokens)"
+                " || !has(self.maxBatchedTokens.initial)"
+                " || self.maxSequences.initial <= self.maxBatchedTokens.initial",
+                "batching.maxSequences.initial must not be above batching.maxBatchedTokens.initial",
+            ),
+        )
+    )
+
+    mode: BatchingMode = Field(
+        default=BatchingMode.AUTO,
+        description=(
+            "Who sets the live batch settings. Auto: the operator, by what it sees of the traffic. Observe: it only"
+            " writes into status what it would set. Fixed: the initial values hold. No change restarts a pod."
+        ),
+    )
+    max_sequences: Range = Field(
+        default_factory=Range,
+        description="Sequences that one replica runs at once. Default: 1 to 256, initial 64.",
+        json_schema_extra=_range_rules("maxSequences", 1, 256),
+    )
+    max_batched_tokens: Range = Field(
+        default_factory=Range,
+        description="Tokens that one engine step computes at most. Default: 512 to 16384, initial 4096.",
+        json_schema_extra=_range_rules("maxBatchedTokens", 512, 16384),
+    )
+    prefill_chunk_tokens: Range = Field(
+        default_factory=Range,
+        description="Prompt tokens of one request that one step takes at most. Default: 256 to 8192, initial 1024.",
+        json_schema_extra=_range_rules("prefillChunkTokens", 256, 8192),
+    )
+    max_step_percent: int = Field(
+        default=50, ge=1, le=400, description="Largest change of a setting at once, in percent of its value."
+    )
+    min_interval_seconds: int = Field(
+        default=30, ge=1, le=3600, description="Shortest time between two changes of the settings."
+    )
+    verification_seconds: int = Field(
+        default=60,
+        ge=0,
+        le=3600,
+        description="Time after a change in which the objectives are watched; if they got worse, it is rolled back.",
+    )
+
+
+# --- objectives and traffic ----------------------------------------------------------------------------------------
+
+
+class Objective(_Part):
+    percentile: Literal[95] = Field(default=95, description="Percentile that must keep to the goal; 95.")
+    milliseconds: int = Field(ge=1, le=3_600_000, description="Goal in milliseconds.")
+
+    @property
+    def seconds(self) -> float:
+        return self.milliseconds / 1000
+
+
+class Objectives(_Part):
+    ttft: Objective | None = Field(
+        default=None, description="Goal for the time from the arrival of a request to its first token."
+    )
+    inter_token_latency: Objective | None = Field(
+        default=None, description="Goal for the time between two output tokens of a request."
+    )
+    queue_time: Objective | None = Field(
+        default=None, description="Goal for the time that a request waits before its first step."
+    )
+
+
+class TokenRange(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            ("!has(self.max) || (has(self.min) ? self.min : 0) < self.max", "min must be below max"),
+        )
+    )
+
+    min: int = Field(default=0, ge=0, le=16_777_216, description="Smallest number of tokens, inclusive.")
+    max: int | None = Field(
+        default=None, ge=1, le=16_777_216, description="Largest number of tokens, exclusive. No limit when absent."
+    )
+
+
+class TrafficClass(_Part):
+    name: str = Field(
+        min_length=1,
+        max_length=63,
+        description="Name of the class in status and metrics.",
+        json_schema_extra=_rules(
+            ("self.matches('^[A-Za-z][A-Za-z0-9-]*$')", "trafficClasses names are letters, digits and hyphens"),
+            (f"self != '{OTHER_PATTERN}'", f"the class {OTHER_PATTERN} is built in: it holds what no class holds"),
+        ),
+    )
+    input_tokens: TokenRange = Field(
+        default_factory=TokenRange,
+        description="Length of the prompt. Snaps to the edges of the metrics: 0, 64, 256, 1024, 4096, 16384, 65536.",
+    )
+    output_tokens: TokenRange = Field(
+        default_factory=TokenRange,
+        description="Length of the answer. Snaps to the edges of the metrics: 0, 16, 64, 256, 1024, 4096, 16384.",
+    )
+
+
+# --- autoscaling ---------------------------------------------------------------------------------------------------
+
+
+class ScalingPolicy(_Part):
+    type: PolicyType = Field(description="Whether `value` counts pods or percent of the present replicas.")
+    value: int = Field(ge=1, le=1000, description="Largest change within the period.")
+    period_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=3600,
+        description="Length of the period. For scaling up the measured start time of a replica when absent, else 60.",
+    )
+
+
+_POLICIES = "Limits on the speed; `selectPolicy` says which one counts."
+
+
+class ScaleUp(_Part):
+    stabilization_window_seconds: int = Field(
+        default=0, ge=0, le=3600, description="Scales to the lowest number recommended within this time."
+    )
+    tolerance_percent: int = Field(
+        default=10, ge=0, le=100, description="A lack of less than this share of the present replicas is left alone."
+    )
+    select_policy: SelectPolicy = Field(
+        default=SelectPolicy.MAX,
+        description="Which policy counts. Max: the one that allows most. Min: least. Disabled: never scale up.",
+    )
+    policies: tuple[ScalingPolicy, ...] = Field(
+        default=(ScalingPolicy(type=PolicyType.PERCENT, value=100), ScalingPolicy(type=PolicyType.PODS, value=2)),
+        min_length=1,
+        max_length=8,
+        description=f"{_POLICIES} Default: 100 percent or 2 pods in the time that a replica needs to start.",
+        json_schema_extra={**_ATOMIC, "default": None},
+    )
+
+
+class ScaleDown(_Part):
+    stabilization_window_seconds: int = Field(
+        default=300, ge=0, le=3600, description="Scales to the highest number recommended within this time."
+    )
+    tolerance_percent: int = Field(
+        default=10, ge=0, le=100, description="A surplus of less than this share of the present replicas is left alone."
+    )
+    select_policy: SelectPolicy = Field(
+        default=SelectPolicy.MAX,
+        description="Which policy counts. Max: the one that allows most. Min: least. Disabled: never scale down.",
+    )
+    policies: tuple[ScalingPolicy, ...] = Field(
+        default=(ScalingPolicy(type=PolicyType.PODS, value=1, period_seconds=60),),
+        min_length=1,
+        max_length=8,
+        description=f"{_POLICIES} Default: 1 pod in 60 seconds.",
+        json_schema_extra={**_ATOMIC, "default": None},
+    )
+
+
+class Behavior(_Part):
+    scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas may be added.")
+    scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas may be taken away.")
+
+
+class Autoscaling(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "!(self.mode in ['Auto', 'Observe']) || has(self.maxReplicas)",
+                "autoscaling.maxReplicas is required with autoscaling.mode Auto and Observe",
+            ),
+            (
+                "!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+                "autoscaling.minReplicas must not be above autoscaling.maxReplicas",
+            ),
+        )
+    )
+
+    mode: ScalingMode = Field(
+        default=ScalingMode.AUTO,
+        description=(
+            "Who sets the number of replicas. Auto: the operator, by what it measures. Observe: it only writes into"
+            " status what it would do, `replicas` holds. External: an HPA or KEDA through the scale subresource."
+            " Off: `replicas` holds."
+        ),
+    )
+    min_replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas with mode Auto.")
+    max_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Most replicas with mode Auto; required there and with Observe."
+    )
+    headroom_percent: int = Field(
+        default=15, ge=0, le=90, description="Share of a replica's capacity that is kept free for bursts."
+    )
+    sync_period_seconds: int = Field(
+        default=15, ge=1, le=300, description="Time between two looks at the metrics of this object."
+    )
+    behavior: Behavior = Field(
+        default_factory=Behavior, description="How fast replicas may change; the fields of HorizontalPodAutoscaler v2."
+    )
+    paused: bool = Field(
+        default=False, description="While true the operator changes neither replicas nor batch settings by itself."
+    )
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+
+class Prometheus(_Part):
+    url: str = Field(
+        max_length=1024,
+        description="Base address of a Prometheus that scrapes the engine pods, such as http://prometheus.monitoring:9090.",
+        json_schema_extra=_rules(
+            (
+                "self.matches('^https?://[^ /?#@]+(/[^ ?#]*)?$')",
+                "metrics.prometheus.url must be an http:// or https:// address without user, query and fragment",
+            )
+        ),
+    )
+
+
+class OnMissing(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "self.policy != 'Fallback' || has(self.fallbackReplicas)",
+                "metrics.onMissing.fallbackReplicas is required with metrics.onMissing.policy Fallback",
+            )
+        )
+    )
+
+    policy: OnMissingPolicy = Field(
+        default=OnMissingPolicy.HOLD,
+        description=(
+            "What to do without metrics. Hold: keep the replicas. Fallback: after `holdSeconds` raise them to"
+            " `fallbackReplicas`, never lower them."
+        ),
+    )
+    hold_seconds: int = Field(
+        default=900, ge=0, le=86_400, description="Time without metrics before the fallback comes into force."
+    )
+    fallback_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Replicas to hold at least once the fallback is in force."
+    )
+
+
+class Metrics(_Part):
+    prometheus: Prometheus | None = Field(
+        default=None,
+        description="Prometheus to ask. The operator's default when absent; without one it scrapes the pods itself.",
+    )
+    stale_after_seconds: int = Field(default=60, ge=5, le=3600, description="Samples older than this count as missing.")
+    on_missing: OnMissing = Field(default_factory=OnMissing, description="What to do while metrics are missing.")
+
+
+# --- pods ----------------------------------------------------------------------------------------------------------
+
+
+class Gpu(_Part):
+    count: int = Field(default=1, ge=0, le=64, description="GPUs of one replica. 0: the engine runs on the CPU.")
+    resource_name: str = Field(
+        default="nvidia.com/gpu",
+        min_length=3,
+        max_length=253,
+        description="Name under which the nodes offer GPUs.",
+        json_schema_extra=_rules(
+            (
+                "self.matches('^[a-z0-9.-]+/[A-Za-z0-9._-]+$')",
+                "resources.gpu.resourceName must be an extended resource such as nvidia.com/gpu",
+            )
+        ),
+    )
+
+
+class Resources(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "!has(self.limits) || !((has(self.gpu) ? self.gpu.resourceName : 'nvidia.com/gpu') in self.limits)",
+                "resources.limits must not name the GPU resource: set resources.gpu.count",
+            ),
+            (
+                "!has(self.requests) || !((has(self.gpu) ? self.gpu.resourceName : 'nvidia.com/gpu') in self.requests)",
+                "resources.requests must not name the GPU resource: set resources.gpu.count",
+            ),
+        )
+    )
+
+    gpu: Gpu = Field(default_factory=Gpu, description="GPUs of one replica. One nvidia.com/gpu when absent.")
+    requests: Mapping[str, Quantity] = Field(
+        default_factory=dict, max_length=16, description="Resources that the scheduler reserves for a replica."
+    )
+    limits: Mapping[str, Quantity] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Resources that a replica may use at most. The engine takes its thread count from the CPU limit.",
+    )
+
+
+class Toleration(_Part):
+    key: str | None = Field(default=None, max_length=316, description="Key of the taint. Every key when absent.")
+    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How the value is compared.")
+    value: str | None = Field(default=None, max_length=63, description="Value of the taint, with operator Equal.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="Effect of the taint. Every effect when absent."
+    )
+    toleration_seconds: int | None = Field(
+        default=None, ge=0, le=86_400, description="How long a NoExecute taint is tolerated. For ever when absent."
+    )
+
+
+class Placement(_Part):
+    node_selector: Mapping[str, LabelText] = Field(
+        default_factory=dict, max_length=32, description="Labels that a node must have."
+    )
+    tolerations: tuple[Toleration, ...] = Field(
+        default=(), max_length=32, description="Taints that the pods tolerate.", json_schema_extra=_ATOMIC
+    )
+    priority_class_name: str | None = Field(default=None, max_length=253, description="PriorityClass of the pods.")
+    runtime_class_name: str | None = Field(default=None, max_length=253, description="RuntimeClass of the pods.")
+    scheduler_name: str | None = Field(default=None, max_length=253, description="Scheduler that places the pods.")
+
+
+class Rollout(_Part):
+    strategy: RolloutStrategy = Field(
+        default=RolloutStrategy.SURGE,
+        description=(
+            "How pods of a new version replace old ones. Surge: one new pod first, so it needs a free GPU. DrainFirst:"
+            " one old pod drains first. Recreate: all old pods drain first."
+        ),
+    )
+    progress_deadline_seconds: int = Field(
+        default=1800,
+        ge=60,
+        le=86_400,
+        description="Time after which a rollout without progress counts as failed; never below the start-up timeout.",
+    )
+
+
+class Drain(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "self.timeoutSeconds + self.endpointRemovalSeconds <= 3600",
+                "drain.timeoutSeconds and drain.endpointRemovalSeconds must not exceed 3600 together",
+            )
+        )
+    )
+
+    timeout_seconds: int = Field(
+        default=600, ge=0, le=3600, description="Time that running requests get to finish before a pod ends."
+    )
+    endpoint_removal_seconds: int = Field(
+        default=10,
+        ge=0,
+        le=3600,
+        description="Time in which a pod that ends still takes requests, since clients may not know yet.",
+    )
+
+
+class Probes(_Part):
+    startup_timeout_seconds: int = Field(
+        default=1800, ge=10, le=86_400, description="Time that a pod gets to load its model before it is restarted."
+    )
+    liveness_stall_seconds: int = Field(
+        default=60,
+        ge=5,
+        le=3600,
+        description="Time without any engine step while requests wait, after which a pod counts as dead.",
+    )
+
+
+class Service(_Part):
+    port: int = Field(default=8000, ge=1, le=65_535, description="Port of the Service.")
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(
+        default="ClusterIP", description="Type of the Service."
+    )
+    annotations: Mapping[str, AnnotationText] = Field(
+        default_factory=dict, max_length=32, description="Annotations of the Service."
+    )
+
+
+class PersistentVolumeClaimSource(_Part):
+    claim_name: ResourceName = Field(description="Name of the PersistentVolumeClaim in the same namespace.")
+    read_only: bool = Field(default=False, description="Whether the claim is mounted read-only.")
+
+
+class ConfigMapSource(_Part):
+    name: str = Field(min_length=1, max_length=253, description="Name of the ConfigMap in the same namespace.")
+
+
+class SecretSource(_Part):
+    secret_name: str = Field(min_length=1, max_length=253, description="Name of the Secret in the same namespace.")
+
+
+class EmptyDirSource(_Part):
+    medium: Literal["Memory"] | None = Field(
+        default=None, description="Memory for a tmpfs. The node's disk when absent."
+    )
+    size_limit: Quantity | None = Field(default=None, description="Largest size of the folder.")
+
+
+class HostPathSource(_Part):
+    path: str = Field(min_length=1, max_length=1024, description="Folder or file on the node.")
+    type: Literal["Directory", "DirectoryOrCreate", "File", "FileOrCreate"] | None = Field(
+        default=None, description="What must exist at the path. Nothing is checked when absent."
+    )
+
+
+VOLUME_PREFIX = "tidegate-"
+"""Names of the operator's own volumes start with this."""
+
+
+class Volume(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "[has(self.persistentVolumeClaim), has(self.configMap), has(self.secret), has(self.emptyDir),"
+                " has(self.hostPath)].filter(x, x).size() == 1",
+                "podTemplate.volumes: give exactly one of persistentVolumeClaim, configMap, secret, emptyDir, hostPath",
+            )
+        )
+    )
+
+    name: str = Field(
+        min_length=1,
+        max_length=63,
+        description="Name of the volume. Names that start with tidegate- are the operator's.",
+        json_schema_extra=_rules(
+            ("self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')", "podTemplate.volumes names are DNS labels"),
+            (f"!self.startsWith('{VOLUME_PREFIX}')", "podTemplate.volumes names must not start with tidegate-"),
+        ),
+    )
+    persistent_volume_claim: PersistentVolumeClaimSource | None = Field(
+        default=None, description="A PersistentVolumeClaim."
+    )
+    config_map: ConfigMapSource | None = Field(default=None, description="The keys of a ConfigMap as files.")
+    secret: SecretSource | None = Field(default=None, description="The keys of a Secret as files.")
+    empty_dir: EmptyDirSource | None = Field(default=None, description="An empty folder that lives as long as the pod.")
+    host_path: HostPathSource | None = Field(
+        default=None, description="A folder of the node; namespaces with restricted pod security refuse it."
+    )
+
+
+class VolumeMount(_Part):
+    name: str = Field(min_length=1, max_length=63, description="Name of a volume in `volumes`.")
+    mount_path: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="Where the engine's container sees it.",
+        json_schema_extra=_rules(
+            ("self.startsWith('/')", "podTemplate.volumeMounts: mountPath must be absolute"),
+            (
+                "!(self in ['/', '/tmp', '/tmp/', '/etc/tidegate', '/etc/tidegate/'])"
+                " && !self.startsWith('/etc/tidegate/')",
+                "podTemplate.volumeMounts: /, /tmp and /etc/tidegate are mounted by the operator",
+            ),
+        ),
+    )
+    sub_path: str | None = Field(default=None, max_length=1024, description="Path inside the volume.")
+    read_only: bool = Field(default=False, description="Whether the container may only read.")
+
+
+class LocalObjectReference(_Part):
+    name: str = Field(min_length=1, max_length=253, description="Name of the Secret in the same namespace.")
+
+
+class PodTemplate(_Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "!has(self.volumeMounts) || self.volumeMounts.all(m,"
+                " has(self.volumes) && self.volumes.exists(v, v.name == m.name))",
+                "podTemplate.volumeMounts: every name must be one of podTemplate.volumes",
+            )
+        )
+    )
+
+    labels: Mapping[str, LabelText] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Further labels of the pods.",
+        json_schema_extra=_rules(
+            (
+                f"self.all(k, !(k in ['{NAME_LABEL}', '{INSTANCE_LABEL}', '{MANAGED_BY_LABEL}'])"
+                f" && !k.startsWith('{GROUP}/'))",
+                "podTemplate.labels must not set app.kubernetes.io/name, app.kubernetes.io/instance,"
+                " app.kubernetes.io/managed-by or tidegate.dev/*: they are the operator's",
+            )
+        ),
+    )
+    annotations: Mapping[str, AnnotationText] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="Further annotations of the pods.",
+        json_schema_extra=_rules(
+            (
+                f"self.all(k, !k.startsWith('{GROUP}/'))",
+                "podTemplate.annotations must not set tidegate.dev/*: they are the operator's",
+            )
+        ),
+    )
+    image_pull_secrets: tuple[LocalObjectReference, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Secrets with the credentials of image registries.",
+        json_schema_extra=_MAP_BY_NAME,
+    )
+    volumes: tuple[Volume, ...] = Field(
+        default=(), max_length=16, description="Further volumes of the pods.", json_schema_extra=_MAP_BY_NAME
+    )
+    volume_mounts: tuple[VolumeMount, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Where the engine's container sees those volumes.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["mountPath"]},
+    )
+
+
+# --- the whole -----------------------------------------------------------------------------------------------------
+
+
+class Spec(_Part):
+    """What the user asked for."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "!(has(self.replicas) && has(self.autoscaling) && self.autoscaling.mode == 'Auto')",
+                "replicas and autoscaling.mode Auto exclude each other: remove replicas, or set autoscaling.mode to"
+                " Off, Observe or External",
+            ),
+            (
+                "!(has(self.autoscaling) && self.autoscaling.mode == 'External') || has(self.replicas)",
+                "replicas is required with autoscaling.mode External: the scale subresource starts from it",
+            ),
+            (
+                "!self.model.uri.startsWith('oci://') || !has(self.podTemplate) || !has(self.podTemplate.volumeMounts)"
+                " || self.podTemplate.volumeMounts.all(m,"
+                " m.mountPath != '/models' && !m.mountPath.startsWith('/models/'))",
+                "podTemplate.volumeMounts: /models is mounted by the operator when model.uri is oci://",
+            ),
+        )
+    )
+
+    model: Model = Field(description="The model to serve.")
+    engine: Engine = Field(default_factory=Engine, description="The program that serves the model.")
+    batching: Batching = Field(
+        default_factory=Batching,
+        description="Live batch settings of the engine, and the envelope in which the operator may change them.",
+    )
+    objectives: Objectives = Field(
+        default_factory=Objectives, description="Latency goals that replicas and batch settings are chosen for."
+    )
+    traffic_classes: tuple[TrafficClass, ...] = Field(
+        default=(),
+        max_length=8,
+        description=(
+            "Classes of requests by prompt and answer length, told apart in status; the first that fits counts. When"
+            " absent: LongInShortOut, LongInLongOut, ShortInLongOut and ShortInShortOut (long: from 1024 tokens in,"
+            " from 256 out)."
+        ),
+        json_schema_extra=_MAP_BY_NAME,
+    )
+    replicas: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Number of replicas, 1 when absent. Refused with autoscaling.mode Auto, required with External.",
+    )
+    autoscaling: Autoscaling = Field(
+        default_factory=lambda: Autoscaling(mode=ScalingMode.OFF),
+        description="How the number of replicas follows the load. When absent, `replicas` holds.",
+    )
+    metrics: Metrics = Field(default_factory=Metrics, description="Where measurements come from.")
+    resources: Resources = Field(default_factory=Resources, description="What one replica needs of a node.")
+    placement: Placement = Field(default_factory=Placement, description="Which nodes the pods may run on.")
+    rollout: Rollout = Field(default_factory=Rollout, description="How a new version replaces the old one.")
+    drain: Drain = Field(default_factory=Drain, description="How a pod ends without cutting off requests.")
+    probes: Probes = Field(default_factory=Probes, description="How long a pod may start, and when it counts as dead.")
+    service: Service = Field(default_factory=Service, description="The Service in front of the pods.")
+    pod_template: PodTemplate = Field(
+        default_factory=PodTemplate, description="Additions to the pods that the operator makes."
+    )
+
+    def served_names(self, name: str) -> tuple[str, ...]:
+        """Names that clients ask for; the object's `name` when none is given."""
+        return self.model.served_names or (name,)
+
+    def envelope(self) -> Envelope:
+        """Bounds of the live settings. Defaults give way to the ends that the user gave."""
+        tokens = self.batching.max_batched_tokens.bounds(*DEFAULT_ENVELOPE.max_num_batched_tokens)
+
+        def within_tokens(given: Range, default: tuple[int, int]) -> tuple[int, int]:
+            return given.bounds(min(default[0], tokens[1]), min(default[1], tokens[1]))
+
+        return Envelope(
+            max_num_seqs=within_tokens(self.batching.max_sequences, DEFAULT_ENVELOPE.max_num_seqs),
+            max_num_batched_tokens=tokens,
+            long_prefill_token_threshold=within_tokens(
+                self.batching.prefill_chunk_tokens, DEFAULT_ENVELOPE.long_prefill_token_threshold
+            ),
+        )
+
+    def initial_settings(self) -> BatchSettings:
+        """Settings that the first pod starts with; always inside `envelope()`."""
+        envelope, batching = self.envelope(), self.batching
+
+        def start(given: int | None, default: int, bounds: tuple[int, int]) -> int:
+            return min(max(default if given is None else given, bounds[0]), bounds[1])
+
+        sequences = start(batching.max_sequences.initial, DEFAULT_SETTINGS.max_num_seqs, envelope.max_num_seqs)
+        tokens = start(
+            batching.max_batched_tokens.initial,
+            DEFAULT_SETTINGS.max_num_batched_tokens,
+            envelope.max_num_batched_tokens,
+        )
+        return BatchSettings(
+            max_num_seqs=sequences,
+            max_num_batched_tokens=max(tokens, sequences),
+            long_prefill_token_threshold=start(
+                batching.prefill_chunk_tokens.initial,
+                DEFAULT_SETTINGS.long_prefill_token_threshold,
+                envelope.long_prefill_token_threshold,
+            ),
+        )
+
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The query patterns that are told apart: the classes, snapped to the metrics' edges, and the rest."""
+        if not self.traffic_classes:
+            return DEFAULT_PATTERNS
+        return (*map(_snapped, self.traffic_classes), Pattern(OTHER_PATTERN))
+
+    def replica_bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas of autoscaling."""
+        low = self.autoscaling.min_replicas
+        return low, max(low, self.autoscaling.max_replicas or low)
+
+    def fixed_replicas(self) -> int:
+        """Replicas that hold wherever the operator does not choose them."""
+        return 1 if self.replicas is None else self.replicas
+
+
+def _snapped(traffic_class: TrafficClass) -> Pattern:
+    isl_min, isl_max = _snap(traffic_class.input_tokens, ISL_EDGES)
+    osl_min, osl_max = _snap(traffic_class.output_tokens, OSL_EDGES)
+    return Pattern(traffic_class.name, isl_min, isl_max, osl_min, osl_max)
+
+
+def _snap(tokens: TokenRange, edges: tuple[int, ...]) -> tuple[int, int | None]:
+    """Both ends at the edge nearest in ratio; never empty; above the last edge the range is open."""
+
+    def nearest(value: int) -> int:
+        return min(edges, key=lambda edge: max(value, edge, 1) / max(min(value, edge), 1))
+
+    low = nearest(tokens.min)
+    if tokens.max is None or tokens.max > edges[-1]:
+        return low, None
+    high = max(nearest(tokens.max), low)
+    if high > low:
+        return low, high
+    following = [edge for edge in edges if edge > low]
+    return low, following[0] if following else None
+
+
+def parse_spec(data: Mapping[str, object]) -> Spec:
+    """Read `spec` of an object; raises `InvalidSpec` with a sentence that names the fields."""
+    try:
+        return Spec.model_validate(data)
+    except ValidationError as error:
+        parts = [f"spec.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise InvalidSpec("; ".join(parts[:5])) from error
