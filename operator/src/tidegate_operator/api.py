@@ -6,6 +6,7 @@ Read by `policy`, `render`, `status` and the shell.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -114,6 +115,7 @@ class Reason(StrEnum):
     MET = "Met"
     MISSED = "Missed"
     NO_OBJECTIVES = "NoObjectives"
+    NO_TRAFFIC = "NoTraffic"
     UNKNOWN = "Unknown"
 
 
@@ -1055,3 +1057,28 @@ def parse_spec(data: Mapping[str, object]) -> Spec:
     except ValidationError as error:
         parts = [f"spec.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise InvalidSpec("; ".join(parts[:5])) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One LLMDeployment as the pure core sees it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: Spec
+
+
+def selector(name: str) -> dict[str, str]:
+    """Labels that choose the engine pods of one object; immutable in its Deployment."""
+    return {NAME_LABEL: ENGINE_NAME, INSTANCE_LABEL: name}
+
+
+def labels(name: str) -> dict[str, str]:
+    """Labels of everything that the operator makes for one object."""
+    return {**selector(name), MANAGED_BY_LABEL: OPERATOR_NAME, DEPLOYMENT_LABEL: name}
+
+
+def config_map_name(name: str) -> str:
+    return f"{name}-engine"

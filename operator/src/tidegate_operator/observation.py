@@ -120,6 +120,9 @@ class Observation:
     rollout_in_progress: bool = False
     spec_replicas: int | None = None
     """`spec.replicas` of the object (modes Off and External)."""
+    workload_reason: str = ""
+    """The child Deployment's own complaint, `FailedCreate` or `ProgressDeadlineExceeded`; empty when it has none."""
+    workload_message: str = ""
 
     def count(self, *phases: ReplicaPhase) -> int:
         return sum(replica.phase in phases for replica in self.replicas)
