@@ -183,16 +183,33 @@ Quantity = Annotated[
 """A Kubernetes quantity such as 500m, 2 or 8Gi."""
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """A part of the object: frozen, camelCase on the wire, unknown fields ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
 
+NAME_RULES = _rules(
+    (
+        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+        f"metadata.name must not be longer than {MAX_NAME_LENGTH} characters: pods and Services are named after it",
+    ),
+    (
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name must start with a letter and hold only lower-case letters, digits and hyphens, as Services need",
+    ),
+    (
+        "!(self.metadata.name in ['default', 'kubernetes'])",
+        "metadata.name must not be default or kubernetes: every namespace's own ServiceAccount or Service is called so",
+    ),
+)
+"""Rules on the object as a whole; only there a rule sees the name."""
+
+
 # --- model ---------------------------------------------------------------------------------------------------------
 
 
-class Model(_Part):
+class Model(Part):
     uri: str = Field(
         min_length=1,
         max_length=1024,
@@ -259,7 +276,7 @@ OPERATOR_OWNED_FLAGS = (
 """Flags that the operator sets itself; `engine.args` may not."""
 
 
-class EnvVar(_Part):
+class EnvVar(Part):
     name: str = Field(
         min_length=1,
         max_length=128,
@@ -272,7 +289,7 @@ class EnvVar(_Part):
     value: str = Field(default="", max_length=4096, description="Value of the variable.")
 
 
-class Engine(_Part):
+class Engine(Part):
     image: str | None = Field(
         default=None,
         min_length=1,
@@ -334,7 +351,7 @@ def _range_rules(name: str, low: int, high: int) -> JsonDict:
     )
 
 
-class Range(_Part):
+class Range(Part):
     """The envelope of a live setting. An absent end is the default, bent to the ends that are given."""
 
     min: int | None = Field(default=None, ge=1, le=1_048_576, description="Lowest value that may be set.")
@@ -361,7 +378,7 @@ DEFAULT_SETTINGS = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, l
 DEFAULT_ENVELOPE = Envelope()
 
 
-class Batching(_Part):
+class Batching(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -434,7 +451,7 @@ class Batching(_Part):
 # --- objectives and traffic ----------------------------------------------------------------------------------------
 
 
-class Objective(_Part):
+class Objective(Part):
     percentile: Literal[95] = Field(default=95, description="Percentile that must keep to the goal; 95.")
     milliseconds: int = Field(ge=1, le=3_600_000, description="Goal in milliseconds.")
 
@@ -443,7 +460,7 @@ class Objective(_Part):
         return self.milliseconds / 1000
 
 
-class Objectives(_Part):
+class Objectives(Part):
     ttft: Objective | None = Field(
         default=None, description="Goal for the time from the arrival of a request to its first token."
     )
@@ -455,7 +472,7 @@ class Objectives(_Part):
     )
 
 
-class TokenRange(_Part):
+class TokenRange(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             ("!has(self.max) || (has(self.min) ? self.min : 0) < self.max", "min must be below max"),
@@ -468,7 +485,7 @@ class TokenRange(_Part):
     )
 
 
-class TrafficClass(_Part):
+class TrafficClass(Part):
     name: str = Field(
         min_length=1,
         max_length=63,
@@ -491,7 +508,7 @@ class TrafficClass(_Part):
 # --- autoscaling ---------------------------------------------------------------------------------------------------
 
 
-class ScalingPolicy(_Part):
+class ScalingPolicy(Part):
     type: PolicyType = Field(description="Whether `value` counts pods or percent of the present replicas.")
     value: int = Field(ge=1, le=1000, description="Largest change within the period.")
     period_seconds: int | None = Field(
@@ -505,7 +522,7 @@ class ScalingPolicy(_Part):
 _POLICIES = "Limits on the speed; `selectPolicy` says which one counts."
 
 
-class ScaleUp(_Part):
+class ScaleUp(Part):
     stabilization_window_seconds: int = Field(
         default=0, ge=0, le=3600, description="Scales to the lowest number recommended within this time."
     )
@@ -525,7 +542,7 @@ class ScaleUp(_Part):
     )
 
 
-class ScaleDown(_Part):
+class ScaleDown(Part):
     stabilization_window_seconds: int = Field(
         default=300, ge=0, le=3600, description="Scales to the highest number recommended within this time."
     )
@@ -545,12 +562,12 @@ class ScaleDown(_Part):
     )
 
 
-class Behavior(_Part):
+class Behavior(Part):
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas may be added.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas may be taken away.")
 
 
-class Autoscaling(_Part):
+class Autoscaling(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -593,7 +610,7 @@ class Autoscaling(_Part):
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 
-class Prometheus(_Part):
+class Prometheus(Part):
     url: str = Field(
         max_length=1024,
         description="Base address of a Prometheus that scrapes the engine pods, such as http://prometheus.monitoring:9090.",
@@ -606,7 +623,7 @@ class Prometheus(_Part):
     )
 
 
-class OnMissing(_Part):
+class OnMissing(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -631,7 +648,7 @@ class OnMissing(_Part):
     )
 
 
-class Metrics(_Part):
+class Metrics(Part):
     prometheus: Prometheus | None = Field(
         default=None,
         description="Prometheus to ask. The operator's default when absent; without one it scrapes the pods itself.",
@@ -643,7 +660,7 @@ class Metrics(_Part):
 # --- pods ----------------------------------------------------------------------------------------------------------
 
 
-class Gpu(_Part):
+class Gpu(Part):
     count: int = Field(default=1, ge=0, le=64, description="GPUs of one replica. 0: the engine runs on the CPU.")
     resource_name: str = Field(
         default="nvidia.com/gpu",
@@ -659,7 +676,7 @@ class Gpu(_Part):
     )
 
 
-class Resources(_Part):
+class Resources(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -684,7 +701,20 @@ class Resources(_Part):
     )
 
 
-class Toleration(_Part):
+class Toleration(Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "self.operator == 'Equal' ? has(self.key) : !has(self.value)",
+                "placement.tolerations: operator Equal needs a key, operator Exists takes no value",
+            ),
+            (
+                "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+                "placement.tolerations: tolerationSeconds needs effect NoExecute",
+            ),
+        )
+    )
+
     key: str | None = Field(default=None, max_length=316, description="Key of the taint. Every key when absent.")
     operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How the value is compared.")
     value: str | None = Field(default=None, max_length=63, description="Value of the taint, with operator Equal.")
@@ -696,7 +726,7 @@ class Toleration(_Part):
     )
 
 
-class Placement(_Part):
+class Placement(Part):
     node_selector: Mapping[str, LabelText] = Field(
         default_factory=dict, max_length=32, description="Labels that a node must have."
     )
@@ -708,7 +738,7 @@ class Placement(_Part):
     scheduler_name: str | None = Field(default=None, max_length=253, description="Scheduler that places the pods.")
 
 
-class Rollout(_Part):
+class Rollout(Part):
     strategy: RolloutStrategy = Field(
         default=RolloutStrategy.SURGE,
         description=(
@@ -724,7 +754,7 @@ class Rollout(_Part):
     )
 
 
-class Drain(_Part):
+class Drain(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -745,7 +775,7 @@ class Drain(_Part):
     )
 
 
-class Probes(_Part):
+class Probes(Part):
     startup_timeout_seconds: int = Field(
         default=1800, ge=10, le=86_400, description="Time that a pod gets to load its model before it is restarted."
     )
@@ -757,7 +787,7 @@ class Probes(_Part):
     )
 
 
-class Service(_Part):
+class Service(Part):
     port: int = Field(default=8000, ge=1, le=65_535, description="Port of the Service.")
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(
         default="ClusterIP", description="Type of the Service."
@@ -767,27 +797,27 @@ class Service(_Part):
     )
 
 
-class PersistentVolumeClaimSource(_Part):
+class PersistentVolumeClaimSource(Part):
     claim_name: ResourceName = Field(description="Name of the PersistentVolumeClaim in the same namespace.")
     read_only: bool = Field(default=False, description="Whether the claim is mounted read-only.")
 
 
-class ConfigMapSource(_Part):
+class ConfigMapSource(Part):
     name: str = Field(min_length=1, max_length=253, description="Name of the ConfigMap in the same namespace.")
 
 
-class SecretSource(_Part):
+class SecretSource(Part):
     secret_name: str = Field(min_length=1, max_length=253, description="Name of the Secret in the same namespace.")
 
 
-class EmptyDirSource(_Part):
+class EmptyDirSource(Part):
     medium: Literal["Memory"] | None = Field(
         default=None, description="Memory for a tmpfs. The node's disk when absent."
     )
     size_limit: Quantity | None = Field(default=None, description="Largest size of the folder.")
 
 
-class HostPathSource(_Part):
+class HostPathSource(Part):
     path: str = Field(min_length=1, max_length=1024, description="Folder or file on the node.")
     type: Literal["Directory", "DirectoryOrCreate", "File", "FileOrCreate"] | None = Field(
         default=None, description="What must exist at the path. Nothing is checked when absent."
@@ -798,7 +828,7 @@ VOLUME_PREFIX = "tidegate-"
 """Names of the operator's own volumes start with this."""
 
 
-class Volume(_Part):
+class Volume(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -829,7 +859,7 @@ class Volume(_Part):
     )
 
 
-class VolumeMount(_Part):
+class VolumeMount(Part):
     name: str = Field(min_length=1, max_length=63, description="Name of a volume in `volumes`.")
     mount_path: str = Field(
         min_length=1,
@@ -848,11 +878,11 @@ class VolumeMount(_Part):
     read_only: bool = Field(default=False, description="Whether the container may only read.")
 
 
-class LocalObjectReference(_Part):
+class LocalObjectReference(Part):
     name: str = Field(min_length=1, max_length=253, description="Name of the Secret in the same namespace.")
 
 
-class PodTemplate(_Part):
+class PodTemplate(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
             (
@@ -907,7 +937,7 @@ class PodTemplate(_Part):
 # --- the whole -----------------------------------------------------------------------------------------------------
 
 
-class Spec(_Part):
+class Spec(Part):
     """What the user asked for."""
 
     model_config = ConfigDict(
