@@ -110,7 +110,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """Run a command; its lines go to the step's live line and to a log. Returns the last 200 lines; raises StepFailed."""
+    """Run a command, its output on the live line and in a log. Returns its last 200 lines; raises StepFailed."""
     log_path = cache.folder("logs") / f"{step.name.replace(' ', '-').replace('/', '-').replace(':', '-')}.log"
     tail: deque[str] = deque(maxlen=200)
     with log_path.open("a") as log:

@@ -78,7 +78,7 @@ def module_folder(module: str) -> Path:
         env={**os.environ, "GOTOOLCHAIN": "local"},
     ).stdout
     source = MODULES / module
-    parts = [version, (source / "go.mod").read_bytes(), (source / "go.sum").read_bytes(), version_flags()]
+    parts = [version, (source / "go.mod").read_text(), (source / "go.sum").read_text(), version_flags()]
     return cache.root() / "bin" / f"{module}-{cache.key(parts)}"
 
 

@@ -30,7 +30,7 @@ def folder(name: str) -> Path:
 
 
 def key(parts: Iterable[str | bytes]) -> str:
-    """Twelve hex digits of the parts' contents; each part is delimited, so that moving a byte between two changes it."""
+    """Twelve hex digits of the parts; each is delimited, so that moving a byte between two changes the key."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
