@@ -7,6 +7,7 @@ bring hashes ready-made and no ids. Only the scheduler mutates a request.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -53,9 +54,11 @@ class Request:
     prompt_ids: Sequence[int] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+    """Lower runs first."""
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Hash chain of the full blocks of prompt + output; filled by the block manager, or brought ready-made."""
+    """Hash chain of the full blocks of prompt + output; filled by the block pool, or brought ready-made (then without
+    `prompt_ids`)."""
 
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
@@ -71,6 +74,16 @@ class Request:
     last_token_at: float | None = None
     finished_at: float | None = None
     finish_reason: FinishReason | None = None
+    requested_max_tokens: int | None = None
+    """What was asked for, when `max_tokens` was lowered to what fits; None = not lowered."""
+    sequence: int = 0
+    """Number of arrival, given by the scheduler; breaks ties of equal priority and arrival."""
+    num_published: int = 0
+    """Leading blocks that the prefix cache knows, or cannot know."""
+    hash_epoch: int | None = None
+    """Epoch of the prefix cache that `block_hashes` and the blocks belong to."""
+    bypassed: int = 0
+    """How often a later request was admitted before this one, which did not fit."""
 
     @property
     def total_tokens(self) -> int:
@@ -85,19 +98,20 @@ class Request:
         return prompt + self.output_ids[offset : offset + rest]
 
 
-@dataclass(frozen=True, slots=True)
-class StepItem:
+class StepItem(NamedTuple):
     """Positions [start, start + count) of a request, computed in this step.
 
     `samples` is true when the last position yields the next token (a decode, or the last chunk of a prefill).
+    A named tuple, since hundreds are made in each step.
     """
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     samples: bool
-    blocks: tuple[int, ...]
-    """The request's block table, long enough for start + count tokens."""
+    blocks: Sequence[int]
+    """The request's own block table (no copy), long enough for start + count tokens. Valid until the step's commit,
+    also when the request is aborted meanwhile; it may be longer than needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +146,11 @@ class SampledToken:
     """Set when this one request failed in the step (NaN logits, ...): it is finished with reason `error`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """What `commit` reports for a request: a token, its end, or both."""
+class TokenEvent(NamedTuple):
+    """What `commit` reports for a request: a token, its end, or both. `token` is None where only counts matter."""
 
     request: Request
     token: SampledToken | None
     finish_reason: FinishReason | None = None
+    interval_seconds: float | None = None
+    """Since the request's token before; None for its first."""

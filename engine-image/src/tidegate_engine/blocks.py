@@ -1,0 +1,218 @@
+"""The pool of KV blocks with its prefix cache: reference counts, hash chain, eviction, fenced frees.
+
+Pure: it owns numbers, not memory, and knows nothing of batching. Called by the scheduler only; a simulator drives the
+same code. Block 0 is the null block: padding is written there and no request ever gets it.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from tidegate_engine.request import Request
+
+NULL_BLOCK = 0
+
+
+class OutOfBlocksError(RuntimeError):
+    """More blocks were asked for than are free or evictable: the caller did not look first."""
+
+
+class IntegrityError(AssertionError):
+    """The books do not balance: a bug in the pool or in its caller."""
+
+
+class BlockPool:
+    """Blocks 1 … total_blocks − 1, each free, cached (unused, but a prefix hit may revive it) or used.
+
+    `used + cached + free == usable` always. A block whose free is fenced by a step in flight counts as used.
+    """
+
+    def __init__(self, total_blocks: int, block_tokens: int, *, prefix_caching: bool = True) -> None:
+        if total_blocks < 2 or block_tokens < 1:
+            raise ValueError(f"a pool needs two blocks of one token or more, not {total_blocks} of {block_tokens}")
+        self.block_tokens = block_tokens
+        self.prefix_caching = prefix_caching
+        self.usable = total_blocks - 1
+        self.epoch = 0
+        self.releases = 0
+        """Grows with every block that becomes available: whoever waits for room need not look while it stands."""
+        self._references = [0] * total_blocks
+        self._hashes: list[bytes | None] = [None] * total_blocks
+        self._contents: list[bytes | None] = [None] * total_blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._free = list(range(total_blocks - 1, NULL_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._fenced: dict[int, int] = {}  # block -> step after whose commit it is available
+
+    @property
+    def free(self) -> int:
+        """Blocks without content."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Unused blocks that hold a known prefix; evicted when the free ones are gone."""
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.usable - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, request: Request) -> list[int]:
+        """Blocks that hold the head of the request's tokens, never its last token. Changes no block: see `share`."""
+        if not self.prefix_caching:
+            return []
+        self._join_epoch(request)
+        found: list[int] = []
+        for index in range((request.total_tokens - 1) // self.block_tokens):
+            digest = self._hash_of(request, index)
+            block = None if digest is None else self._by_hash.get(digest)
+            if block is None:
+                break
+            content = self._contents[block]
+            if content is not None and request.prompt_ids and content != self._content_of(request, index):
+                break  # two contents with one hash: never hand out the other one's
+            found.append(block)
+        return found
+
+    def count_unused(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody uses, so that sharing them takes them from what is available."""
+        return sum(1 for block in blocks if not self._references[block] and block not in self._fenced)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a user to each of `blocks`, which `match` returned."""
+        for block in blocks:
+            if not self._references[block] and self._fenced.pop(block, None) is None:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks without content, evicting the longest unused cached ones when none is free."""
+        if count > self.available:
+            raise OutOfBlocksError(f"{count} blocks wanted, {self.available} available")
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[int], *, fence: int | None = None) -> None:
+        """Take one user from each of `blocks`. With `fence`, they are available only after `pass_fence(fence)`.
+
+        A table is given in order of position; its tail becomes the first to be evicted, since a head is shared more.
+        """
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if fence is None:
+                self._make_available(block)
+            else:
+                self._fenced[block] = fence
+
+    def pass_fence(self, step_id: int) -> None:
+        """Make available what was released under a fence up to `step_id`."""
+        if not self._fenced:
+            return
+        for block in [block for block, fence in self._fenced.items() if fence <= step_id]:
+            del self._fenced[block]
+            self._make_available(block)
+
+    def publish(self, request: Request) -> None:
+        """Offer the request's full blocks up to `num_computed` to others; call it after the commit that wrote them."""
+        full_blocks = request.num_computed // self.block_tokens
+        if self.prefix_caching and request.hash_epoch == self.epoch:
+            for index in range(request.num_published, full_blocks):
+                digest = self._hash_of(request, index)
+                if digest is None:
+                    break
+                block = request.blocks[index]
+                if digest not in self._by_hash and self._hashes[block] is None:
+                    self._by_hash[digest] = block
+                    self._hashes[block] = digest
+                    self._contents[block] = self._content_of(request, index)
+        request.num_published = full_blocks
+
+    def flush(self) -> None:
+        """Forget every prefix. Running requests keep their blocks, and publish nothing of what they wrote before."""
+        self.epoch += 1
+        for block in self._by_hash.values():
+            self._hashes[block] = self._contents[block] = None
+        self._by_hash.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise IntegrityError unless counts, lists and hashes agree with the block tables in use."""
+        users = Counter(block for table in tables for block in table)
+        unused = [*self._free, *self._cached, *self._fenced]
+        complaints = {
+            "the null block is in use": users[NULL_BLOCK] or NULL_BLOCK in unused,
+            "a block is unused twice": len(unused) != len(set(unused)),
+            "a block is used and unused": any(users[block] for block in unused),
+            "a block is lost": len(unused) + len(users) != self.usable,
+            "references differ from the tables": any(
+                count != users[block] for block, count in enumerate(self._references)
+            ),
+            "the counts do not add up": self.used + self.cached + self.free != self.usable,
+            "a free block has a hash": any(self._hashes[block] is not None for block in self._free),
+            "a cached block has no hash": any(self._hashes[block] is None for block in self._cached),
+            "the hashes disagree": self._by_hash
+            != {digest: block for block, digest in enumerate(self._hashes) if digest is not None},
+        }
+        if broken := [complaint for complaint, holds in complaints.items() if holds]:
+            raise IntegrityError("; ".join(broken))
+
+    def _make_available(self, block: int) -> None:
+        self.releases += 1
+        if self._hashes[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        digest = self._hashes[block]
+        assert digest is not None
+        del self._by_hash[digest]
+        self._hashes[block] = self._contents[block] = None
+        return block
+
+    def _join_epoch(self, request: Request) -> None:
+        if request.hash_epoch != self.epoch:
+            request.hash_epoch = self.epoch
+            if request.prompt_ids:
+                request.block_hashes.clear()
+
+    def _hash_of(self, request: Request, index: int) -> bytes | None:
+        """Hash of the request's block `index`; None when its tokens are unknown."""
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            content = self._content_of(request, len(hashes))
+            if content is None:
+                return None
+            parent = hashes[-1] if hashes else _root(self.epoch, request.cache_salt)
+            hashes.append(_digest(b"parent", parent, b"tokens", content))
+        return hashes[index]
+
+    def _content_of(self, request: Request, index: int) -> bytes | None:
+        """The token ids of block `index` as bytes; None when they are unknown."""
+        if not request.prompt_ids:
+            return None
+        ids = request.token_ids(index * self.block_tokens, self.block_tokens)
+        return array("q", ids).tobytes() if len(ids) == self.block_tokens else None
+
+
+def _root(epoch: int, salt: str) -> bytes:
+    """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away."""
+    return _digest(b"epoch", str(epoch).encode(), b"salt", salt.encode())
+
+
+def _digest(*fields: bytes) -> bytes:
+    """sha256 over length-prefixed fields (tags and values), so that no two lists of fields read the same."""
+    return hashlib.sha256(b"".join(len(field).to_bytes(8, "big") + field for field in fields)).digest()

@@ -1,0 +1,503 @@
+"""The batch scheduler: which tokens of which requests the next step computes, under settings that change live.
+
+Pure: plan → run → commit is driven by the engine's loop or by a simulator, from one thread. It owns requests from `add`
+to their end and the block pool's books; it knows no tokens' meaning, no text, no clock.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+
+from tidegate_engine.blocks import BlockPool, IntegrityError
+from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, StepItem, TokenEvent
+from tidegate_engine.settings import OSL_EDGES, BatchSettings
+
+MAX_BYPASSES = 32
+"""How often a waiting request that does not fit may be overtaken by later ones that do."""
+MAX_PASSED_PER_STEP = 4
+"""Waiting requests without room that a step looks past."""
+WATERMARK_FRACTION = 0.01
+"""Share of the blocks that admission leaves alone, at least one block for each running request."""
+EXPECTED_OUTPUT_CAP_TOKENS = 4096
+RESERVE_RATIO_START = 0.4
+RESERVE_RATIO_MIN = 0.1
+RESERVE_RATIO_RISE = 0.1
+"""Added by each preemption to the share of the outstanding output for which admission keeps blocks back."""
+RESERVE_RATIO_DECAY = 0.001
+"""Taken away by each step."""
+ADMISSION_RETRY_STEPS = 16
+"""Without freed blocks or arrivals, how often admission looks again, since the reserve shrinks meanwhile."""
+
+
+class RequestRefused(ValueError):
+    """The request can never be served. `reason` is CamelCase, the message a sentence with both numbers."""
+
+    def __init__(self, reason: str, message: str, *, wanted: int, allowed: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.wanted = wanted
+        self.allowed = allowed
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
+
+    A request has one counter of computed tokens and no phases: with one token left it decodes, with more it prefills.
+    Blocks for all known tokens are taken at admission, so only a decode can run out of them. Running requests are kept
+    in order of (priority, arrival); the last gives way, so the first always advances and everything ends.
+    """
+
+    def __init__(self, settings: BatchSettings, blocks: BlockPool, *, max_model_len: int) -> None:
+        self.blocks = blocks
+        self.max_model_len = max_model_len
+        self.preemptions = {"kv": 0, "policy": 0}
+        self._settings = settings
+        self._settings_version = 1
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._in_flight: Step | None = None
+        self._step_id = 0
+        self._arrivals = 0
+        self._waiting_tokens = 0
+        self._reserve_ratio = RESERVE_RATIO_START
+        self._stuck_at: tuple[int, ...] | None = None
+
+    # --- what is the case
+
+    @property
+    def settings(self) -> BatchSettings:
+        return self._settings
+
+    @property
+    def settings_version(self) -> int:
+        """Grows with each `apply`; a step carries the one it was planned under."""
+        return self._settings_version
+
+    @property
+    def step_id(self) -> int:
+        """Id of the last step that was planned."""
+        return self._step_id
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def over_cap(self) -> int:
+        """Running requests above `max_num_seqs`, which drain after it was lowered."""
+        return max(0, len(self._running) - self._settings.max_num_seqs)
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Tokens that the waiting requests have to prefill, prefix hits not counted off."""
+        return self._waiting_tokens
+
+    @property
+    def running_context_tokens(self) -> int:
+        """Tokens whose keys and values the running requests hold or compute now."""
+        return sum(request.num_computed for request in self._running)
+
+    @property
+    def running_output_past_edges(self) -> dict[int, int]:
+        """By lower edge: running requests with at least so many output tokens."""
+        outputs = [request.output_tokens for request in self._running]
+        return {edge: sum(1 for tokens in outputs if tokens >= edge) for edge in OSL_EDGES}
+
+    @property
+    def reserve_ratio(self) -> float:
+        """Share of the outstanding output for which admission keeps blocks back; rises with preemptions."""
+        return self._reserve_ratio
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        """The live request of this id."""
+        return self._requests.get(request_id)
+
+    def live_requests(self) -> list[Request]:
+        """Running ones first, then waiting ones, each in their order."""
+        return [*self._running, *self._waiting]
+
+    # --- what happens to it
+
+    def add(self, request: Request) -> None:
+        """Queue `request`; raises RequestRefused when it can never fit.
+
+        When only the prompt fits, `max_tokens` is lowered to what fits and `requested_max_tokens` keeps what was asked.
+        """
+        if request.id in self._requests:
+            raise ValueError(f"a request with the id {request.id!r} is already here")
+        max_tokens = min(request.max_tokens, self._max_output(request))
+        if max_tokens < request.max_tokens:
+            request.requested_max_tokens = request.max_tokens
+            request.max_tokens = max_tokens
+        self._arrivals += 1
+        request.sequence = self._arrivals
+        self._requests[request.id] = request
+        self._enqueue(request)
+
+    def abort(
+        self, request_id: str, *, now: float | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> Request | None:
+        """End a request in any state; returns it, or None when it is unknown or has ended already.
+
+        `reason` is `stop` when the caller saw a stop string. Blocks that a step in flight may write stay fenced until
+        its commit, which then skips the request.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            self._waiting_tokens -= request.total_tokens
+        else:
+            self._running.remove(request)
+        self._finish(request, reason, now)
+        return request
+
+    def apply(self, settings: BatchSettings) -> int:
+        """Use `settings` from the next step on; returns their version. The caller has checked them (`find_violation`).
+
+        Raising acts at once. Lowering drains: running requests go on, none is admitted until they are below the cap.
+        """
+        if min(settings.as_dict().values()) < 1:
+            raise ValueError(f"batch settings must be positive: {settings}")
+        self._settings = settings
+        self._settings_version += 1
+        return self._settings_version
+
+    def plan(self, now: float) -> Step:
+        """Choose the next step: decodes, then running prefills, then waiting requests.
+
+        Every running decode gets its token, also while more are running than the settings allow; only what is added
+        to them is bounded by `max_num_batched_tokens`. A step without items need not be run or committed.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError(f"step {self._in_flight.id} is not committed yet")
+        items: list[StepItem] = []
+        prefills: list[Request] = []
+        preempted_before = self.preemptions["kv"]
+        running = self._running
+        block_tokens = self.blocks.block_tokens
+        index = 0
+        while index < len(running):  # growing a table may take requests off the end
+            request = running[index]
+            start = request.num_computed
+            if request.prompt_tokens + request.output_tokens - start > 1:
+                prefills.append(request)
+            else:
+                table = request.blocks
+                if len(table) * block_tokens <= start and not self._grow(request):
+                    break
+                request.num_computed = start + 1
+                items.append(StepItem(request, start, 1, True, table))
+            index += 1
+        budget = self._settings.max_num_batched_tokens - len(items)
+        for request in prefills:
+            if budget <= 0:
+                break
+            budget -= self._prefill(request, budget, items)
+        if self._waiting and self.preemptions["kv"] == preempted_before:
+            self._admit(budget, items, now)
+        self._step_id += 1
+        step = Step(self._step_id, tuple(items), self._settings_version)
+        if items:
+            self._in_flight = step
+        return step
+
+    def commit(self, step: Step, tokens: Mapping[str, SampledToken] | None, now: float) -> list[TokenEvent]:
+        """Book what `step` computed; returns an event for each request that got a token or ended.
+
+        `tokens` has one for every item that samples; with None only counts matter: each of them yields one token, and
+        length decides the end. A missing token ends its request with `error`, as a token with an error does.
+        """
+        if not step.items:
+            return []
+        self._land(step)
+        events: list[TokenEvent] = []
+        pool = self.blocks
+        block_tokens = pool.block_tokens
+        running_state = RequestState.RUNNING
+        finished = False
+        for request, _, _, samples, _ in step.items:
+            if request.state is not running_state:
+                continue
+            token = None
+            if samples and tokens is not None:
+                token = tokens.get(request.id) or _NO_TOKEN
+                if token.error is not None:
+                    self._finish(request, FinishReason.ERROR, now)
+                    events.append(TokenEvent(request, token, FinishReason.ERROR))
+                    finished = True
+                    continue
+            if request.num_computed // block_tokens > request.num_published:
+                pool.publish(request)
+            if not samples:
+                continue
+            if token is not None:
+                request.output_ids.append(token.token_id)
+            request.output_tokens += 1
+            reason = _end_of(request, token)
+            before = request.last_token_at
+            if before is None:
+                request.first_token_at = now
+            request.last_token_at = now
+            events.append(TokenEvent(request, token, reason, None if before is None else now - before))
+            if reason is not None:
+                self._finish(request, reason, now)
+                finished = True
+        if finished:
+            self._running = [request for request in self._running if request.state is running_state]
+        self._decay_reserve(1)
+        return events
+
+    def fail(self, step: Step, message: str, now: float) -> list[TokenEvent]:
+        """End every request of a step that could not be computed; the others go on."""
+        if not step.items:
+            return []
+        self._land(step)
+        failed = [item.request for item in step.items if item.request.state is RequestState.RUNNING]
+        for request in failed:
+            self._finish(request, FinishReason.ERROR, now)
+        self._running = [request for request in self._running if request.state is RequestState.RUNNING]
+        token = SampledToken(-1, error=message)
+        return [TokenEvent(request, token, FinishReason.ERROR) for request in failed]
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.blocks.flush()
+
+    def steps_until_event(self) -> int:
+        """How many steps from now on only decode the same requests, none ending, starting or giving way: see `leap`."""
+        running = self._running
+        if self._in_flight is not None or not running:
+            return 0
+        if self._waiting and len(running) < self._settings.max_num_seqs:
+            return 0
+        if any(request.total_tokens - request.num_computed != 1 for request in running):
+            return 0
+        steps = min(request.max_tokens - request.output_tokens for request in running) - 1
+        while steps > 0 and self._blocks_for(steps) > self.blocks.available:
+            steps //= 2
+        return max(0, steps)
+
+    def leap(self, steps: int, now: float) -> None:
+        """Do what `steps` times plan and commit without tokens would do; `now` is the time at their end.
+
+        At most `steps_until_event()` steps. For simulators, which know no token ids: no event is reported.
+        """
+        allowed = self.steps_until_event()
+        if not 0 <= steps <= allowed:
+            raise ValueError(f"a leap over {steps} steps, but something happens after {allowed}")
+        if not steps:
+            return
+        pool = self.blocks
+        for request in self._running:
+            request.num_computed += steps
+            request.output_tokens += steps
+            request.last_token_at = now
+            missing = -(-request.num_computed // pool.block_tokens) - len(request.blocks)
+            request.blocks.extend(pool.allocate(missing))
+            pool.publish(request)
+        self._step_id += steps
+        self._decay_reserve(steps)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the books of requests and blocks balance. For tests and idle moments."""
+        self.blocks.check_integrity(request.blocks for request in self._running)
+        block_tokens = self.blocks.block_tokens
+        live = [*self._running, *self._waiting]
+        complaints = {
+            "the queues and the index differ": {id(r) for r in live} != {id(r) for r in self._requests.values()},
+            "a request is queued twice": len(live) != len(self._requests),
+            "running is out of order": self._running != sorted(self._running, key=_order),
+            "waiting is out of order": self._waiting != sorted(self._waiting, key=_order),
+            "a state is wrong": any(r.state is not RequestState.RUNNING for r in self._running)
+            or any(r.state is not RequestState.WAITING for r in self._waiting),
+            "a waiting request holds something": any(r.blocks or r.num_computed for r in self._waiting),
+            "a table is too short": any(len(r.blocks) * block_tokens < r.num_computed for r in self._running),
+            "more is computed than known": any(r.num_computed > r.total_tokens for r in self._running),
+            "waiting tokens differ": self._waiting_tokens != sum(r.total_tokens for r in self._waiting),
+            "the blocks of a request that ended stay used": self._in_flight is None
+            and self.blocks.used != len({block for r in self._running for block in r.blocks}),
+        }
+        if broken := [complaint for complaint, holds in complaints.items() if holds]:
+            raise IntegrityError("; ".join(broken))
+
+    # --- how
+
+    def _max_output(self, request: Request) -> int:
+        """Output tokens that can ever fit behind the prompt; raises RequestRefused when there is no room for one."""
+        prompt = request.prompt_tokens
+        if prompt < 1 or request.max_tokens < 1:
+            raise RequestRefused(
+                "EmptyRequest",
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}; both must be at least 1",
+                wanted=min(prompt, request.max_tokens),
+                allowed=1,
+            )
+        if prompt >= self.max_model_len:
+            raise RequestRefused(
+                "ContextTooLong",
+                f"the prompt has {prompt} tokens, and the context of {self.max_model_len} tokens must hold "
+                "at least one token of output beside it",
+                wanted=prompt + 1,
+                allowed=self.max_model_len,
+            )
+        kv_tokens = self.blocks.usable * self.blocks.block_tokens
+        if prompt > kv_tokens:
+            raise RequestRefused(
+                "KvCacheTooSmall",
+                f"the prompt has {prompt} tokens, and the whole KV cache holds {kv_tokens}",
+                wanted=prompt,
+                allowed=kv_tokens,
+            )
+        # The last token's keys and values are never needed.
+        return min(self.max_model_len - prompt, kv_tokens + 1 - prompt)
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, request, key=_order)
+        self._waiting_tokens += request.total_tokens
+
+    def _grow(self, request: Request) -> bool:
+        """Give a decode its next block, from later requests if need be; False when it had to give way itself."""
+        while not self.blocks.available:
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.blocks += self.blocks.allocate(1)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._let_go(request)
+        request.state = RequestState.WAITING
+        request.num_computed = 0
+        request.num_published = 0
+        request.preemptions += 1
+        self._enqueue(request)
+        self.preemptions["kv"] += 1
+        self._reserve_ratio = min(1.0, self._reserve_ratio + RESERVE_RATIO_RISE)
+
+    def _prefill(self, request: Request, budget: int, items: list[StepItem]) -> int:
+        """Plan the request's next chunk, of at least one token; returns its size."""
+        start = request.num_computed
+        left = request.total_tokens - start
+        count = min(left, budget, self._settings.long_prefill_token_threshold)
+        if count < left:  # whole blocks, where there is one: they can be published
+            end = (start + count) // self.blocks.block_tokens * self.blocks.block_tokens
+            if end > start:
+                count = end - start
+        request.num_computed = start + count
+        items.append(StepItem(request, start, count, count == left, request.blocks))
+        return count
+
+    def _admit(self, budget: int, items: list[StepItem], now: float) -> None:
+        """Start waiting requests while there is room; one without room may be overtaken, but not for ever."""
+        pressure = (
+            self.blocks.releases,
+            self._arrivals,
+            len(self._waiting),
+            self._settings_version,
+            self._step_id // ADMISSION_RETRY_STEPS,
+        )
+        if self._stuck_at == pressure and self._running:
+            return
+        self._stuck_at = None
+        passed: list[Request] = []
+        while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
+            request = self._waiting[len(passed)]
+            if self._place(request):
+                del self._waiting[len(passed)]
+                self._waiting_tokens -= request.total_tokens
+                self._start(request, now)
+                budget -= self._prefill(request, budget, items)
+                for overtaken in passed:
+                    overtaken.bypassed += 1
+            else:
+                self._stuck_at = pressure
+                passed.append(request)
+            # A preempted request is not overtaken: whoever takes its place would be preempted next.
+            if len(passed) >= MAX_PASSED_PER_STEP or any(r.preemptions or r.bypassed >= MAX_BYPASSES for r in passed):
+                return
+
+    def _place(self, request: Request) -> bool:
+        """Give `request` blocks for all its known tokens, when enough is left over for the output of all."""
+        pool = self.blocks
+        shared = pool.match(request)
+        fresh = -(-request.total_tokens // pool.block_tokens) - len(shared)
+        left_over = pool.available - pool.count_unused(shared) - fresh
+        if left_over < (self._reserved_blocks(request) if self._running else 0):
+            return False
+        pool.share(shared)
+        request.blocks = shared + pool.allocate(fresh)
+        request.num_computed = len(shared) * pool.block_tokens
+        request.num_published = len(shared)
+        return True
+
+    def _reserved_blocks(self, candidate: Request) -> int:
+        """Blocks that admission must leave over: a watermark and a share of the output still to come."""
+        outstanding = [r.max_tokens - r.output_tokens for r in self._running]
+        outstanding.append(candidate.max_tokens - candidate.output_tokens)
+        expected = sum(min(tokens, EXPECTED_OUTPUT_CAP_TOKENS) for tokens in outstanding) * self._reserve_ratio
+        watermark = max(len(outstanding), int(self.blocks.usable * WATERMARK_FRACTION))
+        return watermark + int(expected / self.blocks.block_tokens)
+
+    def _start(self, request: Request, now: float) -> None:
+        insort(self._running, request, key=_order)
+        request.state = RequestState.RUNNING
+        request.bypassed = 0
+        if request.scheduled_at is None:
+            request.scheduled_at = now
+            request.num_cached = request.num_computed
+
+    def _let_go(self, request: Request) -> None:
+        """Release the request's blocks; a step in flight keeps its reference to the table."""
+        table, request.blocks = request.blocks, []
+        self.blocks.release(table, fence=None if self._in_flight is None else self._in_flight.id)
+
+    def _finish(self, request: Request, reason: FinishReason, now: float | None) -> None:
+        self._let_go(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.finished_at = now
+        del self._requests[request.id]
+
+    def _land(self, step: Step) -> None:
+        """The step in flight is over: what was freed meanwhile is available."""
+        if self._in_flight is None or self._in_flight.id != step.id:
+            raise RuntimeError(f"step {step.id} is not the one in flight")
+        self._in_flight = None
+        self.blocks.pass_fence(step.id)
+
+    def _blocks_for(self, steps: int) -> int:
+        block_tokens = self.blocks.block_tokens
+        return sum(-(-(r.num_computed + steps) // block_tokens) - len(r.blocks) for r in self._running)
+
+    def _decay_reserve(self, steps: int) -> None:
+        self._reserve_ratio = max(RESERVE_RATIO_MIN, self._reserve_ratio - RESERVE_RATIO_DECAY * steps)
+
+
+_NO_TOKEN = SampledToken(-1, error="the step gave no token for this request")
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.priority, request.arrival, request.sequence
+
+
+def _end_of(request: Request, token: SampledToken | None) -> FinishReason | None:
+    """Why the request ends with the token just counted; None when it goes on."""
+    params = request.params
+    if (
+        token is not None
+        and request.output_tokens >= params.min_tokens
+        and ((token.is_eos and not params.ignore_eos) or token.token_id in params.stop_token_ids)
+    ):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if request.output_tokens >= request.max_tokens else None
