@@ -8,6 +8,7 @@ import pytest
 from tidegate_local import report, verdict
 from tidegate_local.load import Outcome
 from tidegate_local.recording import (
+    DecisionFact,
     EventFact,
     PhaseMark,
     PodFact,
@@ -15,8 +16,12 @@ from tidegate_local.recording import (
     Sample,
     Settings,
     Targets,
+    condition_is_true,
+    condition_news,
     event_fact,
+    gauge_total,
     pod_fact,
+    sample_of,
     settings_of,
 )
 
@@ -41,8 +46,11 @@ def sample(at: float, leader: str, settings: Settings = BIG, replicas: int = 1) 
         settings=settings,
         settings_generation=2 if settings is SMALL else 1,
         settings_applied_replicas=len(pods),
-        reason="MixChanged",
-        message="predicted <90 ms>",
+        settings_reason="MixChanged",
+        settings_message="predicted <90 ms>",
+        reason="Holding",
+        message="nothing to do",
+        decisions=(DecisionFact(at, "ScaleUp", "LoadNeedsMore", "2 wanted", 2),) if replicas == 2 else (),
         pods=pods,
     )
 
@@ -215,6 +223,56 @@ def test_an_event_takes_the_first_time_it_has() -> None:
     }
     assert event_fact(event) == EventFact(10.0, "R", "m", warning=True)
     assert event_fact({"reason": "R"}) is None
+
+
+def test_a_scaling_is_explained_by_the_decision_in_the_objects_history() -> None:
+    up, down = verdict.scalings(good_run())
+    assert (up.reason, up.message) == ("LoadNeedsMore", "2 wanted")
+    assert (down.before, down.after) == (2, 1)
+
+
+def test_the_status_of_an_object_is_read_and_what_it_lacks_stays_unknown() -> None:
+    status = {
+        "traffic": {"arrivalRate": 1.5, "classes": [{"name": "LongInShortOut", "sharePercent": 80}, {"name": "x"}]},
+        "objectives": {"ttftP95Milliseconds": 250, "queueP95Milliseconds": 10},
+        "batching": {
+            "desired": {"maxSequences": 8, "maxBatchedTokens": 2048, "prefillChunkTokens": 512},
+            "generation": 3,
+            "appliedReplicas": 1,
+            "lastReason": "MixChanged",
+            "lastMessage": "m",
+        },
+        "autoscaling": {
+            "desiredReplicas": 2,
+            "lastDecision": {"reason": "Hold", "message": "h"},
+            "decisions": [
+                {"time": "1970-01-01T00:00:05Z", "action": "ScaleUp", "reason": "r", "message": "m", "replicas": 2}
+            ],
+        },
+    }
+    found = sample_of({"status": status}, [], 9.0)
+    assert found.arrivals_per_second == 1.5 and found.mix == {"LongInShortOut": 0.8}
+    assert found.ttft_p95_seconds == 0.25 and found.queue_p95_seconds == 0.01 and found.itl_p95_seconds is None
+    assert found.settings == Settings(8, 2048, 512) and found.settings_message == "m"
+    assert found.decisions == (DecisionFact(5.0, "ScaleUp", "r", "m", 2),)
+    assert sample_of({}, [], 9.0) == Sample(at=9.0, ready_replicas=0)
+
+
+def test_news_are_conditions_that_changed() -> None:
+    def resource(status: str) -> dict[str, object]:
+        condition = {"type": "Ready", "status": status, "reason": "R", "message": "m", "observedGeneration": 2}
+        return {"metadata": {"generation": 2}, "status": {"conditions": [condition]}}
+
+    assert condition_news({}, resource("False")) == ["Ready=False (R): m"]
+    assert condition_news(resource("False"), resource("False")) == []
+    assert condition_is_true(resource("True"), "Ready") and not condition_is_true(resource("False"), "Ready")
+    outdated = {**resource("True"), "metadata": {"generation": 3}}
+    assert not condition_is_true(outdated, "Ready")
+
+
+def test_gauges_are_summed_over_their_series_by_exact_name() -> None:
+    text = '# TYPE a gauge\na 1\na{x="1 2"} 2.5\nab 7\n'
+    assert gauge_total(text, "a") == 3.5 and gauge_total(text, "c") is None
 
 
 def test_settings_are_unknown_unless_all_three_are_there() -> None:

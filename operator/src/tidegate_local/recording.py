@@ -40,6 +40,17 @@ class PodFact:
 
 
 @dataclass(frozen=True, slots=True)
+class DecisionFact:
+    """An entry of the object's history of decisions."""
+
+    at: float
+    action: str
+    reason: str
+    message: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The object's status and its pods at one time (Unix seconds)."""
 
@@ -49,6 +60,7 @@ class Sample:
     """Share of each pattern, 0 to 1."""
     ttft_p95_seconds: float | None = None
     itl_p95_seconds: float | None = None
+    queue_p95_seconds: float | None = None
     waiting: float | None = None
     running: float | None = None
     desired_replicas: int | None = None
@@ -56,8 +68,14 @@ class Sample:
     settings: Settings | None = None
     settings_generation: int | None = None
     settings_applied_replicas: int | None = None
+    settings_reason: str = ""
+    settings_message: str = ""
+    """Why the settings were changed last, with the predicted effect."""
     reason: str = ""
     message: str = ""
+    """The newest decision's."""
+    decisions: tuple[DecisionFact, ...] = ()
+    """The object's history: decisions that changed something, oldest first."""
     pods: tuple[PodFact, ...] = ()
 
     @property
@@ -170,3 +188,89 @@ def _list(value: object) -> list[object]:
 
 def number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def conditions_of(resource: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """`status.conditions` by type."""
+    items = _list(_mapping(resource.get("status")).get("conditions"))
+    return {str(item.get("type")): item for item in items if isinstance(item, Mapping)}
+
+
+def condition_is_true(resource: Mapping[str, object], kind: str) -> bool:
+    """Whether the condition is True for the object's present generation."""
+    generation = _mapping(resource.get("metadata")).get("generation")
+    condition = conditions_of(resource).get(kind, {})
+    return condition.get("status") == "True" and condition.get("observedGeneration", generation) == generation
+
+
+def condition_news(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Sentences on conditions whose status, reason or message changed between two readings of one object."""
+    old = conditions_of(before)
+
+    def told(condition: Mapping[str, object]) -> tuple[object, object, object]:
+        return condition.get("status"), condition.get("reason"), condition.get("message")
+
+    return [
+        f"{kind}={condition.get('status')} ({condition.get('reason')}): {condition.get('message')}"
+        for kind, condition in conditions_of(now).items()
+        if told(condition) != told(old.get(kind, {}))
+    ]
+
+
+def sample_of(resource: Mapping[str, object], pods: Sequence[Mapping[str, object]], at: float) -> Sample:
+    """Read an LLMDeployment's status; what it does not say stays unknown."""
+    status = _mapping(resource.get("status"))
+    traffic, objectives = _mapping(status.get("traffic")), _mapping(status.get("objectives"))
+    scaling, batching = _mapping(status.get("autoscaling")), _mapping(status.get("batching"))
+    decision = _mapping(scaling.get("lastDecision"))
+    classes = [item for item in _list(traffic.get("classes")) if isinstance(item, Mapping)]
+    shares = {str(item.get("name")): number(item.get("sharePercent")) for item in classes}
+    facts = tuple(pod_fact(pod) for pod in pods)
+    return Sample(
+        at=at,
+        arrivals_per_second=number(traffic.get("arrivalRate")),
+        mix={name: share / 100 for name, share in shares.items() if share is not None} or None,
+        ttft_p95_seconds=_seconds(objectives.get("ttftP95Milliseconds")),
+        itl_p95_seconds=_seconds(objectives.get("itlP95Milliseconds")),
+        queue_p95_seconds=_seconds(objectives.get("queueP95Milliseconds")),
+        desired_replicas=_integer(scaling.get("desiredReplicas")),
+        ready_replicas=sum(pod.ready and not pod.terminating for pod in facts),
+        settings=settings_of(batching.get("desired")),
+        settings_generation=_integer(batching.get("generation")),
+        settings_applied_replicas=_integer(batching.get("appliedReplicas")),
+        settings_reason=str(batching.get("lastReason", "")),
+        settings_message=str(batching.get("lastMessage", "")),
+        reason=str(decision.get("reason", "")),
+        message=str(decision.get("message", "")),
+        decisions=tuple(fact for item in _list(scaling.get("decisions")) if (fact := _decision_fact(item))),
+        pods=facts,
+    )
+
+
+def _decision_fact(item: object) -> DecisionFact | None:
+    data = _mapping(item)
+    at, replicas = unix_seconds(data.get("time")), _integer(data.get("replicas"))
+    if at is None or replicas is None:
+        return None
+    return DecisionFact(
+        at, str(data.get("action", "")), str(data.get("reason", "")), str(data.get("message", "")), replicas
+    )
+
+
+def gauge_total(exposition: str, name: str) -> float | None:
+    """Sum of a gauge's series in Prometheus' text format; None when it is not there."""
+    values = [
+        float(line.rsplit(" ", 1)[1])
+        for line in exposition.splitlines()
+        if line.startswith(name) and line[len(name) : len(name) + 1] in (" ", "{")
+    ]
+    return sum(values) if values else None
+
+
+def _seconds(milliseconds: object) -> float | None:
+    value = number(milliseconds)
+    return None if value is None else value / 1000
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tidegate_local.load import summarise
-from tidegate_local.recording import PodFact, Recording, Sample, Settings
+from tidegate_local.recording import DecisionFact, PodFact, Recording, Sample, Settings
 
 EFFECT_WINDOW_SECONDS = 40.0
 """Longest stretch before and after a change that its effect is measured on."""
@@ -80,8 +80,8 @@ def live_changes(recording: Recording) -> list[LiveChange]:
                 at=after.at,
                 before=before.settings,
                 after=after.settings,
-                reason=after.reason,
-                message=after.message,
+                reason=after.settings_reason,
+                message=after.settings_message,
                 pattern=after.dominant_pattern,
                 mix_changed=after.dominant_pattern is not None and after.dominant_pattern != pattern_before,
                 pods_kept=_kept(before, _acknowledged(recording.samples, after)),
@@ -142,8 +142,16 @@ def scalings(recording: Recording) -> list[Scaling]:
         if old is None or new is None or old == new:
             continue
         ready_at = next((s.at for s in known if s.at >= after.at and s.ready_replicas == new), None)
-        found.append(Scaling(after.at, old, new, after.reason, after.message, ready_at))
+        decision = _decision_behind(after, new)
+        reason, message = (decision.reason, decision.message) if decision else (after.reason, after.message)
+        found.append(Scaling(after.at, old, new, reason, message, ready_at))
     return found
+
+
+def _decision_behind(sample: Sample, replicas: int) -> DecisionFact | None:
+    """The newest decision in the object's history that chose so many replicas by scaling."""
+    scaled = [d for d in sample.decisions if d.replicas == replicas and d.action in ("ScaleUp", "ScaleDown")]
+    return scaled[-1] if scaled else None
 
 
 def findings(recording: Recording) -> list[Finding]:
