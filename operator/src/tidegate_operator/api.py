@@ -164,7 +164,7 @@ def _rules(*pairs: tuple[str, str]) -> JsonDict:
 
 
 _MAP_BY_NAME: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
-_ATOMIC: JsonDict = {"x-kubernetes-list-type": "atomic"}
+ATOMIC: JsonDict = {"x-kubernetes-list-type": "atomic"}
 
 ResourceName = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 """A DNS label or the name of an object."""
@@ -317,7 +317,7 @@ class Engine(Part):
             " ports, batch settings, drain times) are refused."
         ),
         json_schema_extra={
-            **_ATOMIC,
+            **ATOMIC,
             **_rules(
                 (
                     f"self.all(a, !a.matches('^--?({'|'.join(OPERATOR_OWNED_FLAGS)})(=.*)?$'))",
@@ -538,7 +538,7 @@ class ScaleUp(Part):
         min_length=1,
         max_length=8,
         description=f"{_POLICIES} Default: 100 percent or 2 pods in the time that a replica needs to start.",
-        json_schema_extra={**_ATOMIC, "default": None},
+        json_schema_extra={**ATOMIC, "default": None},
     )
 
 
@@ -558,7 +558,7 @@ class ScaleDown(Part):
         min_length=1,
         max_length=8,
         description=f"{_POLICIES} Default: 1 pod in 60 seconds.",
-        json_schema_extra={**_ATOMIC, "default": None},
+        json_schema_extra={**ATOMIC, "default": None},
     )
 
 
@@ -731,7 +731,7 @@ class Placement(Part):
         default_factory=dict, max_length=32, description="Labels that a node must have."
     )
     tolerations: tuple[Toleration, ...] = Field(
-        default=(), max_length=32, description="Taints that the pods tolerate.", json_schema_extra=_ATOMIC
+        default=(), max_length=32, description="Taints that the pods tolerate.", json_schema_extra=ATOMIC
     )
     priority_class_name: str | None = Field(default=None, max_length=253, description="PriorityClass of the pods.")
     runtime_class_name: str | None = Field(default=None, max_length=253, description="RuntimeClass of the pods.")
