@@ -71,12 +71,11 @@ class BlockPool:
         self._join_epoch(request)
         found: list[int] = []
         for index in range((request.total_tokens - 1) // self.block_tokens):
-            digest = self._hash_of(request, index)
+            digest, content = self._identify(request, index)
             block = None if digest is None else self._by_hash.get(digest)
             if block is None:
                 break
-            content = self._contents[block]
-            if content is not None and request.prompt_ids and content != self._content_of(request, index):
+            if content is not None and self._contents[block] not in (None, content):
                 break  # two contents with one hash: never hand out the other one's
             found.append(block)
         return found
@@ -128,14 +127,14 @@ class BlockPool:
         full_blocks = request.num_computed // self.block_tokens
         if self.prefix_caching and request.hash_epoch == self.epoch:
             for index in range(request.num_published, full_blocks):
-                digest = self._hash_of(request, index)
+                digest, content = self._identify(request, index)
                 if digest is None:
                     break
                 block = request.blocks[index]
                 if digest not in self._by_hash and self._hashes[block] is None:
                     self._by_hash[digest] = block
                     self._hashes[block] = digest
-                    self._contents[block] = self._content_of(request, index)
+                    self._contents[block] = content
         request.num_published = full_blocks
 
     def flush(self) -> None:
@@ -189,30 +188,30 @@ class BlockPool:
             if request.prompt_ids:
                 request.block_hashes.clear()
 
-    def _hash_of(self, request: Request, index: int) -> bytes | None:
-        """Hash of the request's block `index`; None when its tokens are unknown."""
+    def _identify(self, request: Request, index: int) -> tuple[bytes | None, bytes | None]:
+        """Hash and content of the request's block `index`, each None when unknown.
+
+        Hashes grow by one block at a time: blocks before `index` have theirs.
+        """
         hashes = request.block_hashes
-        while len(hashes) <= index:
-            content = self._content_of(request, len(hashes))
-            if content is None:
-                return None
-            parent = hashes[-1] if hashes else _root(self.epoch, request.cache_salt)
-            hashes.append(_digest(b"parent", parent, b"tokens", content))
-        return hashes[index]
-
-    def _content_of(self, request: Request, index: int) -> bytes | None:
-        """The token ids of block `index` as bytes; None when they are unknown."""
         if not request.prompt_ids:
-            return None
+            return (hashes[index] if index < len(hashes) else None), None
         ids = request.token_ids(index * self.block_tokens, self.block_tokens)
-        return array("q", ids).tobytes() if len(ids) == self.block_tokens else None
+        if len(ids) < self.block_tokens:
+            return None, None
+        content = array("q", ids).tobytes()
+        if index == len(hashes):
+            parent = hashes[-1] if hashes else _hash_root(self.epoch, request.cache_salt)
+            hashes.append(_hash_block(parent, content))
+        return hashes[index], content
 
 
-def _root(epoch: int, salt: str) -> bytes:
+def _hash_root(epoch: int, salt: str) -> bytes:
     """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away."""
-    return _digest(b"epoch", str(epoch).encode(), b"salt", salt.encode())
+    name = salt.encode()
+    return hashlib.sha256(b"epoch %d salt %d %b" % (epoch, len(name), name)).digest()
 
 
-def _digest(*fields: bytes) -> bytes:
-    """sha256 over length-prefixed fields (tags and values), so that no two lists of fields read the same."""
-    return hashlib.sha256(b"".join(len(field).to_bytes(8, "big") + field for field in fields)).digest()
+def _hash_block(parent: bytes, content: bytes) -> bytes:
+    """Tagged and length-prefixed fields, so that no two pairs read the same."""
+    return hashlib.sha256(b"parent %d %b tokens %d %b" % (len(parent), parent, len(content), content)).digest()

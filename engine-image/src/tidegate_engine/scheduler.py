@@ -443,11 +443,11 @@ class Scheduler:
 
     def _reserved_blocks(self, candidate: Request) -> int:
         """Blocks that admission must leave over: a watermark and a share of the output still to come."""
-        outstanding = [r.max_tokens - r.output_tokens for r in self._running]
-        outstanding.append(candidate.max_tokens - candidate.output_tokens)
-        expected = sum(min(tokens, EXPECTED_OUTPUT_CAP_TOKENS) for tokens in outstanding) * self._reserve_ratio
-        watermark = max(len(outstanding), int(self.blocks.usable * WATERMARK_FRACTION))
-        return watermark + int(expected / self.blocks.block_tokens)
+        outstanding = 0
+        for request in (candidate, *self._running):
+            outstanding += min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
+        watermark = max(len(self._running) + 1, int(self.blocks.usable * WATERMARK_FRACTION))
+        return watermark + int(outstanding * self._reserve_ratio / self.blocks.block_tokens)
 
     def _start(self, request: Request, now: float) -> None:
         insort(self._running, request, key=_order)
