@@ -1,0 +1,113 @@
+"""Measurements from a Prometheus server: one instant query for all terms of an object, answered as `PodWindow`s.
+
+An empty answer means unknown, never zero. prometheus-api-client is synchronous, so it runs in two threads of its own
+with a timeout on every call. Called by `reconcile`; knows nothing of the cluster.
+"""
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tidegate_operator.demand import PREFIX, TERMS, WINDOW_SECONDS, Kind, Measured, PodWindow, Term, canonical_key
+
+QUERY_TIMEOUT_SECONDS = 5
+LONGEST_WAIT_SECONDS = 15.0
+THREADS = 2
+TERM_LABEL = "tidegate_term"
+AGE, SCRAPES = "age", "scrapes"
+_PRESENCE = "requests_running"
+
+
+def query_of(*, namespace: str, name: str) -> str:
+    """One PromQL expression for every term of one object; `TERM_LABEL` says which term a result belongs to.
+
+    The pods are those of Deployment `name`, by the form of their names; the caller drops those that do not live.
+    """
+    matchers = f'namespace="{namespace}",pod=~"{name}-[a-z0-9]+-[a-z0-9]+"'
+    window = f"[{WINDOW_SECONDS:.0f}s]"
+
+    def labelled(term: str, expression: str) -> str:
+        return f'label_replace({expression}, "{TERM_LABEL}", "{term}", "", "")'
+
+    def expression(term: Term) -> str:
+        chosen = f"{term.metric}{{{matchers}}}"
+        inner = f"rate({chosen}{window})" if term.kind is Kind.RATE else chosen
+        return f"sum by ({', '.join(('pod', *term.labels))}) ({inner})"
+
+    present = f"{PREFIX}{_PRESENCE}{{{matchers}}}"
+    parts = [labelled(term.name, expression(term)) for term in TERMS]
+    parts.append(labelled(AGE, f"time() - max by (pod) (timestamp({present}))"))
+    parts.append(labelled(SCRAPES, f"max by (pod) (count_over_time({present}{window}))"))
+    return " or ".join(parts)
+
+
+def windows_from(result: Iterable[Mapping[str, Any]], now: float) -> tuple[PodWindow, ...]:
+    """Windows by pod from the vector; `now` is our clock: only ages are taken from the server's.
+
+    NaN is unknown and left out; a pod without an age is left out too.
+    """
+    terms = {term.name: term for term in TERMS}
+    values: dict[str, dict[tuple[str, ...], float]] = {}
+    ages: dict[str, float] = {}
+    scrapes: dict[str, int] = {}
+    for series in result:
+        labels = series["metric"]
+        pod, name, value = labels.get("pod", ""), labels.get(TERM_LABEL, ""), float(series["value"][1])
+        if math.isnan(value) or not pod:
+            continue
+        if name == AGE:
+            ages[pod] = max(0.0, value)
+        elif name == SCRAPES:
+            scrapes[pod] = int(value)
+        elif (term := terms.get(name)) is not None:
+            values.setdefault(pod, {})[canonical_key(term, labels)] = value
+    return tuple(
+        PodWindow(pod, now - age, WINDOW_SECONDS, scrapes.get(pod, 0), values.get(pod, {})) for pod, age in ages.items()
+    )
+
+
+class PrometheusSource:
+    """A client for each server address and thread: the library's sessions are not meant for two threads at once."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prometheus")
+        self._local = threading.local()
+
+    async def measure(self, url: str, *, namespace: str, name: str, now: float) -> Measured:
+        """Ask `url` for the pods of one object. What goes wrong is told in `error`, never raised."""
+        query = query_of(namespace=namespace, name=name)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(LONGEST_WAIT_SECONDS):
+                result = await loop.run_in_executor(self._threads, self._query, url, query)
+        except TimeoutError:
+            return Measured(error=f"PrometheusError: {url} did not answer in time")
+        except (OSError, ValueError, KeyError) as error:
+            return Measured(error=f"PrometheusError: {url}: {_sentence(error)}")
+        return Measured(windows_from(result, now))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _query(self, url: str, query: str) -> list[dict[str, Any]]:
+        # Imported late: it costs memory and time that only objects with a Prometheus need.
+        from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
+
+        clients: dict[str, Any] = self._local.__dict__.setdefault("clients", {})
+        if url not in clients:
+            from urllib3.util.retry import Retry
+
+            clients[url] = PrometheusConnect(url=url.rstrip("/"), timeout=QUERY_TIMEOUT_SECONDS, retry=Retry(total=0))
+        try:
+            result: list[dict[str, Any]] = clients[url].custom_query(query)
+        except PrometheusApiClientException as error:
+            raise ValueError(str(error)) from error
+        return result
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 300 else text[:299] + "…"

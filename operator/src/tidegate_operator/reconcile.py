@@ -1,0 +1,407 @@
+"""One pass over one LLMDeployment: observe → decide → apply → report → the delay until the next pass.
+
+Level-triggered and idempotent: it takes a name, never an event, and may be killed between any two lines. Reads the
+store, writes only differences. Declares the ports that it needs; `__main__` wires them. Knows no kopf.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tidegate_engine.settings import SettingsFile
+from tidegate_operator import api, demand, policy, render, status
+from tidegate_operator.api import InvalidSpec, Reason, Target
+from tidegate_operator.cluster import ApiError
+from tidegate_operator.demand import Measured, PodWindow
+from tidegate_operator.events import EventBudget
+from tidegate_operator.fleet import Fleet, Refusal, can_be_asked, incarnation
+from tidegate_operator.metrics import Metrics
+from tidegate_operator.observation import Action, Decision, EngineInfo, Observation, Replica
+from tidegate_operator.pods import (
+    DELETION_COST,
+    deletion_costs,
+    is_finished,
+    newest_template_hash,
+    replica_of,
+    rollout_in_progress,
+    start_seconds,
+    workload_complaint,
+)
+from tidegate_operator.resources import (
+    CHILDREN,
+    DEPLOYMENTS,
+    LLM_DEPLOYMENTS,
+    Key,
+    Manifest,
+    Resource,
+    content_version,
+    slim,
+)
+from tidegate_operator.status import Problem, StatusDict
+from tidegate_operator.store import Store
+from tidegate_operator.tokens import KeyRing, sign
+
+STALE_RETRY_SECONDS = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterPort(Protocol):
+    """The API server."""
+
+    async def get(self, resource: Resource, address: Key) -> Manifest | None: ...
+
+    async def apply(self, resource: Resource, manifest: Manifest) -> Manifest: ...
+
+    async def apply_status(self, seen: Manifest, status: Mapping[str, Any]) -> Manifest: ...
+
+    async def annotate_pod(self, address: Key, annotations: Mapping[str, str]) -> None: ...
+
+    async def post_event(self, regarding: Manifest, *, kind: str, reason: str, note: str) -> None: ...
+
+
+class ScraperPort(Protocol):
+    """Direct scrape of pods."""
+
+    def watch(self, pods: Iterable[tuple[str, str, str]], *, sync_period_seconds: float) -> None: ...
+
+    def measured(self, incarnations: Iterable[str]) -> Measured: ...
+
+
+class PrometheusPort(Protocol):
+    """A Prometheus server."""
+
+    async def measure(self, url: str, *, namespace: str, name: str, now: float) -> Measured: ...
+
+
+class KeysPort(Protocol):
+    """The operator's admin keys."""
+
+    @property
+    def ring(self) -> KeyRing: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Everything outside the process that a pass may touch, and the clock (Unix seconds)."""
+
+    cluster: ClusterPort
+    scraper: ScraperPort
+    prometheus: PrometheusPort
+    fleet: Fleet
+    keys: KeysPort
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What the installation says for objects that say nothing."""
+
+    defaults: render.Defaults
+    prometheus_url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a pass ended: when to look again (None: only when something changes), or that it must be tried again."""
+
+    recheck_after_seconds: float | None
+    failed: bool = False
+
+
+class _Stale(Exception):
+    """The object changed since the store saw it; the pass is void and starts again from what stands now."""
+
+
+class Reconciler:
+    """Holds nothing durable: what was applied last is remembered only to leave out writes that change nothing."""
+
+    def __init__(self, ports: Ports, store: Store, *, installation: Installation, metrics: Metrics) -> None:
+        self._ports, self._store = ports, store
+        self._installation, self._metrics = installation, metrics
+        self._applied: dict[Key, dict[str, tuple[str, str]]] = {}
+        self._events = EventBudget()
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """Bring the object a step nearer to what is asked. Raises `ApiError` when its status cannot be written."""
+        seen = self._store.get(LLM_DEPLOYMENTS, key)
+        if seen is None or "deletionTimestamp" in seen["metadata"]:
+            # The children carry an owner reference: the garbage collector ends them, with or without us.
+            self._applied.pop(key, None)
+            self._events.forget(key)
+            return Outcome(None)
+        try:
+            return await self._pass(key, seen)
+        except _Stale:
+            return Outcome(STALE_RETRY_SECONDS)
+        except (ApiError, TimeoutError):
+            raise
+        except Exception as error:
+            logger.error("%s/%s: a pass failed: %r", *key, error)
+            problem = Problem(Reason.RECONCILE_FAILED, f"{type(error).__name__}: {error}", permanent=False)
+            await self._report_problem(seen, problem)
+            raise
+
+    async def _pass(self, key: Key, seen: Manifest) -> Outcome:
+        now = self._ports.clock()
+        metadata, previous = seen["metadata"], seen["status"]
+        try:
+            spec = api.parse_spec(seen["spec"])
+        except InvalidSpec as error:
+            await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
+            return Outcome(None)
+        target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
+        token = sign(self._ports.keys.ring, audience=target.uid, now=now)
+
+        observation = await self._observe(target, token=token, now=now)
+        memory = previous.get("autoscaling", {}).get("memory", {})
+        decision = policy.decide(spec, observation, memory)
+        self._tell(key, observation, decision, previous)
+
+        if previous.get("batching", {}).get("generation") != decision.settings_generation:
+            # Written before any pod hears of it: after a crash here the same number never gets other values.
+            seen = await self._write_status(seen, status.build(target, observation, decision, previous, now=now))
+
+        problems = await self._apply(target, observation, decision)
+        replicas, refusals = await self._ports.fleet.send(
+            observation.replicas,
+            token=token,
+            generation=decision.settings_generation,
+            settings=decision.settings,
+            now=now,
+        )
+        observation = replace(observation, replicas=replicas)
+        built = status.build(target, observation, decision, previous, now=now)
+        built = _with_refusals(built, refusals)
+        if problems:
+            built = status.build_problem(_as_one(problems), built, generation=target.generation, now=now)
+        built = keep_transition_times(built, previous)
+        seen = await self._write_status(seen, built)
+        await self._post_events(seen, previous)
+        return Outcome(decision.recheck_after_seconds, failed=bool(problems))
+
+    # --- observe ---------------------------------------------------------------------------------------------------
+
+    async def _observe(self, target: Target, *, token: str, now: float) -> Observation:
+        key = (target.namespace, target.name)
+        deployment = self._own_deployment(target)
+        pods = [pod for pod in self._store.pods_of(key) if not is_finished(pod)]
+        newest = newest_template_hash(deployment, pods)
+        replicas = tuple(replica_of(pod, newest_hash=newest) for pod in pods)
+        ready = [replica for replica in replicas if can_be_asked(replica)]
+
+        measured = await self._measure(target, ready, now=now)
+        windows = {window.pod: window for window in measured.windows}
+        found, metrics_state, metrics_message = demand.combine(
+            measured,
+            ready_pods=[replica.name for replica in ready],
+            now=now,
+            stale_after_seconds=target.spec.metrics.stale_after_seconds,
+        )
+        replicas = tuple(_with_load(replica, windows.get(replica.name)) for replica in replicas)
+        replicas = await self._ports.fleet.look(replicas, token=token, now=now)
+        info = await self._ports.fleet.info(replicas, token=token, now=now)
+        workload_reason, workload_message = workload_complaint(deployment)
+        return Observation(
+            now=now,
+            current_replicas=0 if deployment is None else int(deployment["spec"].get("replicas", 0)),
+            replicas=replicas,
+            demand=found,
+            metrics_state=metrics_state,
+            metrics_message=metrics_message,
+            engine=_with_step_model(info, measured.windows),
+            start_seconds=start_seconds(replicas),
+            rollout_in_progress=rollout_in_progress(deployment),
+            spec_replicas=target.spec.replicas,
+            workload_reason=workload_reason,
+            workload_message=workload_message,
+        )
+
+    def _own_deployment(self, target: Target) -> Manifest | None:
+        deployment = self._store.get(DEPLOYMENTS, (target.namespace, target.name))
+        return deployment if deployment and deployment["metadata"]["owner"] == target.uid else None
+
+    async def _measure(self, target: Target, ready: Sequence[Replica], *, now: float) -> Measured:
+        if not ready:
+            return Measured()
+        given = target.spec.metrics.prometheus
+        url = given.url if given is not None else self._installation.prometheus_url
+        if url is not None:
+            return await self._ports.prometheus.measure(url, namespace=target.namespace, name=target.name, now=now)
+        self._ports.scraper.watch(
+            [(incarnation(replica), replica.name, replica.ip or "") for replica in ready],
+            sync_period_seconds=target.spec.autoscaling.sync_period_seconds,
+        )
+        return self._ports.scraper.measured([incarnation(replica) for replica in ready])
+
+    # --- apply -----------------------------------------------------------------------------------------------------
+
+    async def _apply(self, target: Target, observation: Observation, decision: Decision) -> list[Problem]:
+        """Bring every child to what it should be; what one of them refuses does not stop the others."""
+        if decision.replicas < observation.current_replicas:
+            await self._mark_victims(target, observation)
+        file = SettingsFile(
+            decision.settings_generation, decision.settings, target.spec.envelope(), target.spec.patterns()
+        )
+        plan = render.Plan(replicas=decision.replicas, settings_file=file, jwks=self._ports.keys.ring.jwks())
+        has_ready = any(map(can_be_asked, observation.replicas))
+        problems = []
+        for manifest in render.objects(target, plan, self._installation.defaults):
+            try:
+                problem = await self._apply_child(target, manifest)
+            except ApiError as error:
+                name = f"{manifest['kind']} {manifest['metadata']['name']}"
+                logger.warning("%s/%s: %s was refused: %s", target.namespace, target.name, name, error)
+                reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in error.message else Reason.RECONCILE_FAILED
+                problem = Problem(reason, f"{name}: {error}", permanent=error.is_invalid and not has_ready)
+            if problem is not None:
+                problems.append(problem)
+        return problems
+
+    async def _apply_child(self, target: Target, manifest: Manifest) -> Problem | None:
+        key, kind = (target.namespace, target.name), manifest["kind"]
+        resource = CHILDREN[kind]
+        address = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        live = self._store.get(resource, address)
+        applied = self._applied.setdefault(key, {})
+        if live is not None and applied.get(kind) == (digest, content_version(live)):
+            return None
+        if live is None and (found := await self._ports.cluster.get(resource, address)) is not None:
+            live = slim(resource, found)
+        if live is not None and live["metadata"]["owner"] != target.uid:
+            name = f"{kind} {address[1]}"
+            message = f"{name} exists and belongs to something else: delete it, or choose another name"
+            return Problem(Reason.NAME_TAKEN, message, permanent=False)
+        body = await self._ports.cluster.apply(resource, manifest)
+        self._store.put(resource, body)
+        applied[kind] = (digest, content_version(body))
+        return None
+
+    async def _mark_victims(self, target: Target, observation: Observation) -> None:
+        """Make the least loaded pods the ones that Kubernetes takes first; must precede the lower replica count."""
+        costs = deletion_costs(observation.replicas)
+        marks = (
+            self._ports.cluster.annotate_pod((target.namespace, name), {DELETION_COST: str(cost)})
+            for name, cost in costs.items()
+        )
+        for result in await asyncio.gather(*marks, return_exceptions=True):
+            if isinstance(result, ApiError):
+                # The pod drains whichever is taken, so a scale-down need not wait for this.
+                logger.warning("%s/%s: a pod's deletion cost was not set: %s", target.namespace, target.name, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    # --- report ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, key: Key, observation: Observation, decision: Decision, previous: Mapping[str, Any]) -> None:
+        """Log and count a decision that changes something, once."""
+        scales = decision.replicas != observation.current_replicas
+        retunes = previous.get("batching", {}).get("generation") not in (None, decision.settings_generation)
+        if decision.action is Action.HOLD or not (scales or retunes):
+            return
+        self._metrics.decisions.labels(str(decision.action), decision.reason).inc()
+        logger.info("%s/%s: %s %s: %s", *key, decision.action, decision.reason, decision.message)
+
+    async def _report_problem(self, seen: Manifest, problem: Problem) -> None:
+        built = status.build_problem(
+            problem, seen["status"], generation=seen["metadata"]["generation"], now=self._ports.clock()
+        )
+        written = await self._write_status(seen, built)
+        await self._post_events(written, seen["status"])
+
+    async def _write_status(self, seen: Manifest, built: StatusDict) -> Manifest:
+        """Write the status if it differs; the object as it stands then."""
+        if built == seen["status"]:
+            return seen
+        try:
+            body = await self._ports.cluster.apply_status(seen, built)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            await self._look_again(seen)
+            raise _Stale from error
+        self._store.put(LLM_DEPLOYMENTS, body)
+        return slim(LLM_DEPLOYMENTS, body)
+
+    async def _look_again(self, seen: Manifest) -> None:
+        address = (seen["metadata"]["namespace"], seen["metadata"]["name"])
+        live = await self._ports.cluster.get(LLM_DEPLOYMENTS, address)
+        if live is None:
+            self._store.drop(LLM_DEPLOYMENTS, seen)
+        else:
+            self._store.put(LLM_DEPLOYMENTS, live)
+
+    async def _post_events(self, seen: Manifest, previous: Mapping[str, Any]) -> None:
+        """Events for what changed. They are news, not state: one that cannot be posted is let go."""
+        key = (seen["metadata"]["namespace"], seen["metadata"]["name"])
+        for event in status.events(previous, seen["status"]):
+            if not self._events.allows(key, self._ports.clock()):
+                return
+            try:
+                await self._ports.cluster.post_event(seen, kind=event.type, reason=event.reason, note=event.message)
+            except ApiError as error:
+                logger.warning("%s/%s: an Event could not be posted: %s", *key, error)
+
+
+def keep_transition_times(built: StatusDict, previous: Mapping[str, Any]) -> StatusDict:
+    """A condition whose status is as before keeps its time, whatever it passed through while being built."""
+    before = {condition["type"]: condition for condition in previous.get("conditions") or ()}
+    kept = []
+    for condition in built["conditions"]:
+        old = before.get(condition["type"])
+        if old is not None and old["status"] == condition["status"]:
+            condition = {**condition, "lastTransitionTime": old["lastTransitionTime"]}
+        kept.append(condition)
+    return {**built, "conditions": kept}
+
+
+def _with_refusals(built: StatusDict, refusals: Sequence[Refusal]) -> StatusDict:
+    """Name in BatchingApplied the engine that refused the settings, and why."""
+    if not refusals:
+        return built
+    first = refusals[0]
+    message = f"{first.pod} refused the settings: {first.answer.reason}"
+    kind = api.ConditionType.BATCHING_APPLIED
+    conditions = [
+        {**condition, "reason": Reason.SETTINGS_REFUSED, "message": message}
+        if condition["type"] == kind and condition["status"] != "True"
+        else condition
+        for condition in built["conditions"]
+    ]
+    return {**built, "conditions": conditions}
+
+
+def _as_one(problems: Sequence[Problem]) -> Problem:
+    """The first problem speaks; a permanent one before others."""
+    return next((problem for problem in problems if problem.permanent), problems[0])
+
+
+def _with_load(replica: Replica, window: PodWindow | None) -> Replica:
+    return replace(
+        replica,
+        running=demand.level(window, "running"),
+        waiting=demand.level(window, "waiting"),
+        running_context_tokens=demand.level(window, "running_context_tokens"),
+    )
+
+
+def _with_step_model(info: EngineInfo | None, windows: Sequence[PodWindow]) -> EngineInfo | None:
+    """The info with what the metrics say of the step model; the pod with the most samples speaks."""
+    if info is None:
+        return None
+    fits = [demand.step_model_of(window) for window in windows]
+    known = [fit for fit in fits if fit[0] is not None]
+    if not known:
+        return info
+    model, residual, samples = max(known, key=lambda fit: fit[2] or 0.0)
+    return replace(
+        info,
+        step_model=info.step_model or model,
+        step_model_residual_ratio=residual,
+        step_model_samples=samples,
+    )
