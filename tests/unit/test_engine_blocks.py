@@ -1,0 +1,320 @@
+"""The block pool: books that balance after any sequence of operations, and prefix hits that never lie."""
+
+import os
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tidegate_engine import blocks as blocks_module
+from tidegate_engine.blocks import NULL_BLOCK, BlockPool, IntegrityError, OutOfBlocksError
+from tidegate_engine.request import Request
+
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
+BLOCK = 4
+
+
+def make_request(ids: Sequence[int], *, salt: str = "") -> Request:
+    return Request("r", len(ids), 8, 0.0, prompt_ids=tuple(ids), cache_salt=salt)
+
+
+def run_whole(pool: BlockPool, request: Request) -> None:
+    """What the scheduler does with a prompt: share what is known, compute the rest, publish."""
+    shared = pool.match(request)
+    pool.share(shared)
+    request.blocks = shared + pool.allocate(-(-request.total_tokens // pool.block_tokens) - len(shared))
+    request.num_published = len(shared)
+    request.num_computed = request.total_tokens
+    pool.publish(request)
+
+
+def end(pool: BlockPool, request: Request, *, fence: int | None = None) -> None:
+    table, request.blocks = request.blocks, []
+    pool.release(table, fence=fence)
+
+
+def count_hits(pool: BlockPool, ids: Sequence[int], *, salt: str = "") -> int:
+    return len(pool.match(make_request(ids, salt=salt)))
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    pool = BlockPool(9, BLOCK)
+    assert sorted(pool.allocate(8)) == list(range(1, 9))
+    assert NULL_BLOCK not in pool.allocate(0)
+    with pytest.raises(OutOfBlocksError, match="1 blocks wanted, 0 available"):
+        pool.allocate(1)
+
+
+@pytest.mark.parametrize(("total", "tokens"), [(1, 16), (0, 16), (8, 0)])
+def test_a_pool_without_room_is_refused(total: int, tokens: int) -> None:
+    with pytest.raises(ValueError, match="needs two blocks"):
+        BlockPool(total, tokens)
+
+
+def test_a_prefix_is_found_while_in_use_and_after() -> None:
+    pool = BlockPool(20, BLOCK)
+    first = make_request(range(10))
+    run_whole(pool, first)
+    second = make_request([*range(8), 99, 98])
+    run_whole(pool, second)
+    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[2] != first.blocks[2]
+    assert pool.used == 4
+    end(pool, first)
+    end(pool, second)
+    assert (pool.used, pool.cached, pool.free) == (0, 2, 17)
+    assert count_hits(pool, range(10)) == 2
+    pool.check_integrity([])
+
+
+@pytest.mark.parametrize(("length", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_a_hit_never_covers_the_last_token(length: int, hits: int) -> None:
+    pool = BlockPool(20, BLOCK)
+    run_whole(pool, make_request(range(13)))
+    assert count_hits(pool, range(length)) == hits
+
+
+def test_nothing_is_found_before_it_is_published() -> None:
+    pool = BlockPool(20, BLOCK)
+    request = make_request(range(13))
+    assert pool.match(request) == []
+    request.blocks = pool.allocate(4)
+    request.num_computed = 6
+    pool.publish(request)
+    assert count_hits(pool, range(13)) == 1
+    request.num_computed = 13
+    pool.publish(request)
+    assert count_hits(pool, range(13)) == 3
+
+
+def test_salts_keep_tenants_apart() -> None:
+    pool = BlockPool(20, BLOCK)
+    run_whole(pool, make_request(range(10), salt="a"))
+    assert count_hits(pool, range(10), salt="a") == 2
+    assert count_hits(pool, range(10), salt="b") == 0
+    assert count_hits(pool, range(10)) == 0
+
+
+def test_a_block_is_known_by_its_whole_prefix() -> None:
+    pool = BlockPool(20, BLOCK)
+    run_whole(pool, make_request([1, 1, 1, 1, 2, 2, 2, 2, 3]))
+    assert count_hits(pool, [9, 9, 9, 9, 2, 2, 2, 2, 3]) == 0
+
+
+def test_ids_above_32_bits_do_not_collide() -> None:
+    pool = BlockPool(20, BLOCK)
+    run_whole(pool, make_request([2**32 + 1] * 5))
+    assert count_hits(pool, [1] * 5) == 0
+    assert count_hits(pool, [2**32 + 1] * 5) == 1
+
+
+def test_equal_hashes_with_different_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "_hash_block", lambda parent, content: b"same")
+    pool = BlockPool(20, BLOCK)
+    run_whole(pool, make_request([1] * 5))
+    assert count_hits(pool, [1] * 5) == 1
+    assert count_hits(pool, [2] * 5) == 0
+    run_whole(pool, make_request([2] * 5))
+    assert count_hits(pool, [2] * 5) == 0
+
+
+def test_hashes_brought_ready_made_need_no_ids() -> None:
+    pool = BlockPool(20, BLOCK)
+    hashes = [b"one", b"two", b"three"]
+    run_whole(pool, Request("a", 13, 8, 0.0, block_hashes=list(hashes)))
+    assert len(pool.match(Request("b", 13, 8, 0.0, block_hashes=list(hashes)))) == 3
+    assert len(pool.match(Request("c", 13, 8, 0.0, block_hashes=[b"one", b"other"]))) == 1
+
+
+def test_without_prefix_caching_nothing_is_cached() -> None:
+    pool = BlockPool(20, BLOCK, prefix_caching=False)
+    request = make_request(range(10))
+    run_whole(pool, request)
+    end(pool, request)
+    assert (pool.used, pool.cached, pool.free) == (0, 0, 19)
+    assert count_hits(pool, range(10)) == 0
+
+
+def test_blocks_without_content_go_first_then_the_longest_unused_tail() -> None:
+    pool = BlockPool(1 + 6, BLOCK)
+    old, new = make_request([1] * 12), make_request([2] * 12)
+    for request in (old, new):
+        run_whole(pool, request)
+    for request in (old, new):
+        end(pool, request)
+    assert (pool.cached, pool.free) == (6, 0)
+    taken = pool.allocate(1)
+    assert count_hits(pool, [1] * 13) == 2  # the tail of the old one is gone, its head stands
+    assert count_hits(pool, [2] * 13) == 3
+    taken += pool.allocate(2)
+    assert count_hits(pool, [1] * 13) == 0
+    assert count_hits(pool, [2] * 13) == 3
+    pool.check_integrity([taken])
+
+
+def test_a_hit_makes_a_block_young_again() -> None:
+    pool = BlockPool(1 + 4, BLOCK)
+    first, second = make_request([1] * 5), make_request([2] * 5)
+    for request in (first, second):
+        run_whole(pool, request)
+    for request in (first, second):
+        end(pool, request)
+    again = make_request([1] * 5)
+    run_whole(pool, again)
+    end(pool, again)
+    pool.allocate(3)
+    assert count_hits(pool, [1] * 5) == 1
+    assert count_hits(pool, [2] * 5) == 0
+
+
+def test_fenced_blocks_wait_for_their_step() -> None:
+    pool = BlockPool(1 + 3, BLOCK)
+    request = make_request(range(9))
+    run_whole(pool, request)
+    end(pool, request, fence=7)
+    assert (pool.used, pool.available) == (3, 0)
+    pool.pass_fence(6)
+    assert pool.available == 0
+    pool.pass_fence(7)
+    assert (pool.used, pool.cached, pool.free) == (0, 2, 1)
+
+
+def test_a_fenced_block_can_be_shared_before_its_step_is_over() -> None:
+    pool = BlockPool(1 + 4, BLOCK)
+    request = make_request(range(9))
+    run_whole(pool, request)
+    end(pool, request, fence=7)
+    other = make_request([*range(8), 50])
+    shared = pool.match(other)
+    assert pool.count_unused(shared) == 0
+    pool.share(shared)
+    pool.pass_fence(7)
+    pool.check_integrity([shared])
+    assert pool.used == 2
+
+
+def test_a_flush_forgets_and_running_requests_publish_nothing_old() -> None:
+    pool = BlockPool(20, BLOCK)
+    running, ended = make_request(range(12)), make_request(range(50, 62))
+    run_whole(pool, running)
+    run_whole(pool, ended)
+    end(pool, ended)
+    pool.flush()
+    assert (pool.cached, count_hits(pool, range(12)), count_hits(pool, range(50, 62))) == (0, 0, 0)
+    running.output_ids, running.output_tokens, running.num_computed = [1, 2, 3, 4], 4, 16
+    running.blocks += pool.allocate(1)
+    pool.publish(running)
+    end(pool, running)
+    assert pool.cached == 0
+    fresh = make_request(range(12))
+    run_whole(pool, fresh)
+    assert count_hits(pool, range(13)) == 3
+    pool.check_integrity([fresh.blocks])
+
+
+def test_hashes_brought_ready_made_do_not_outlive_a_flush() -> None:
+    pool = BlockPool(20, BLOCK)
+    running = Request("a", 9, 8, 0.0, block_hashes=[b"one", b"two"])
+    running.blocks = pool.allocate(3)
+    assert pool.match(running) == []
+    pool.flush()
+    running.num_computed = 9
+    pool.publish(running)
+    assert pool.match(Request("b", 9, 8, 0.0, block_hashes=[b"one", b"two"])) == []
+
+
+@pytest.mark.parametrize("break_it", ["leak", "double", "null", "reference"])
+def test_the_integrity_check_can_fail(break_it: str) -> None:
+    pool = BlockPool(10, BLOCK)
+    table = pool.allocate(3)
+    pool.check_integrity([table])
+    match break_it:
+        case "leak":
+            tables = [table[:2]]
+        case "double":
+            pool.release(table[:1])
+            tables = [table]
+        case "null":
+            tables = [[*table, NULL_BLOCK]]
+        case _:
+            tables = [table, table[:1]]
+    with pytest.raises(IntegrityError):
+        pool.check_integrity(tables)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random requests on a small pool; a model remembers what was written into each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(1 + 12, BLOCK)
+        self.live: list[Request] = []
+        self.written: dict[int, tuple[object, ...]] = {}
+        self.step = 0
+
+    def prefix(self, request: Request, index: int) -> tuple[object, ...]:
+        return (request.cache_salt, *request.prompt_ids[: (index + 1) * BLOCK])
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from(["", "x"]))
+    def start(self, ids: list[int], salt: str) -> None:
+        request = make_request(ids, salt=salt)
+        shared = self.pool.match(request)
+        for index, block in enumerate(shared):
+            assert self.written[block] == self.prefix(request, index)
+        assert len(shared) * BLOCK < len(ids)
+        fresh = -(-len(ids) // BLOCK) - len(shared)
+        if fresh > self.pool.available - self.pool.count_unused(shared):
+            return
+        self.pool.share(shared)
+        request.blocks = shared + self.pool.allocate(fresh)
+        assert len(set(request.blocks)) == len(request.blocks)
+        request.num_published = len(shared)
+        request.num_computed = len(shared) * BLOCK
+        self.live.append(request)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        start, request.num_computed = (
+            request.num_computed,
+            min(request.num_computed + count, request.total_tokens),
+        )
+        for index in range(start // BLOCK, -(-request.num_computed // BLOCK)):
+            self.written[request.blocks[index]] = self.prefix(request, index)
+        self.pool.publish(request)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), fenced=st.booleans())
+    def finish(self, data: st.DataObject, fenced: bool) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        self.live.remove(request)
+        end(self.pool, request, fence=self.step if fenced else None)
+
+    @rule()
+    def pass_fence(self) -> None:
+        self.pool.pass_fence(self.step)
+        self.step += 1
+
+    @rule()
+    def flush(self) -> None:
+        self.pool.flush()
+        assert self.pool.cached == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check_integrity([request.blocks for request in self.live])
+
+    def teardown(self) -> None:
+        for request in self.live:
+            end(self.pool, request)
+        self.pool.pass_fence(self.step)
+        self.pool.check_integrity([])
+        assert self.pool.available == self.pool.usable
+
+
+TestPoolMachine = pytest.mark.prove(PoolMachine.TestCase)
+TestPoolMachine.settings = hypothesis_settings(
+    max_examples=5000 if PROVE else 40, stateful_step_count=100 if PROVE else 40, deadline=None
+)
