@@ -1,0 +1,384 @@
+"""The admin listener (port 8001): probes and metrics for everybody, `/admin/v1` for holders of the operator's token.
+
+It is up before the model is loaded, so that probes get an answer. Default deny: what is not a probe needs a token.
+Built by `serve`; the rules of batch settings are in `batching`, those of leaving in `drain`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tidegate_engine.admin_keys import AdminKeys, TokenRefused
+from tidegate_engine.batching import BatchingState, Conflict, apply_change, expire, parse_change
+from tidegate_engine.drain import Drain, DrainPhase
+from tidegate_engine.engine import Engine
+from tidegate_engine.metrics import CONTENT_TYPE
+from tidegate_engine.server import JsonResponse
+from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/metrics"})
+CALL_TIMEOUT_SECONDS = 30.0
+"""How long an order may wait for the step in flight."""
+
+logger = logging.getLogger(__name__)
+
+
+class LiveBatching:
+    """The batch settings of a running engine: one writer at a time, applied between two steps."""
+
+    def __init__(
+        self, engine: Engine, state: BatchingState, envelope: Envelope, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.state = state
+        self.envelope = envelope
+        self._engine = engine
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    @property
+    def effective(self) -> BatchSettings:
+        return self._engine.scheduler.settings
+
+    async def patch(self, data: object, *, if_match: str | None, dry_run: bool) -> Response:
+        """Apply a PATCH body; the answer is the HTTP response."""
+        change = parse_change(data, if_match=if_match)
+        if isinstance(change, Violation):
+            return self._refuse(change)
+        async with self._lock:
+            state = apply_change(self.state, change, self.envelope, now=self._clock())
+            if isinstance(state, Conflict | Violation):
+                return self._refuse(state)
+            warnings = self._warnings(state.spec)
+            step_id = self._engine.scheduler.step_id + 1
+            if not dry_run:
+                step_id = await self._set(state)
+                self._engine.metrics.counts.settings_changes["applied"] += 1
+        return JsonResponse(
+            {
+                "version": state.version,
+                "generation": state.generation,
+                "applied_at_step": step_id,
+                "effective": state.spec.as_dict(),
+                "warnings": warnings,
+            },
+            headers={"etag": f'"{state.version}"'},
+        )
+
+    def describe(self) -> Response:
+        state, scheduler = self.state, self._engine.scheduler
+        body = {
+            "version": state.version,
+            "generation": state.generation,
+            "spec": state.spec.as_dict(),
+            "effective": self.effective.as_dict(),
+            "envelope": {name: list(self.envelope.bounds(name)) for name in SETTING_NAMES},
+            "status": {
+                "running": scheduler.running,
+                "over_cap": scheduler.over_cap,
+                "draining_to": scheduler.settings.max_num_seqs if scheduler.over_cap else None,
+            },
+        }
+        return JsonResponse(body, headers={"etag": f'"{state.version}"'})
+
+    async def _set(self, state: BatchingState) -> int:
+        """Make `state` the acting one; returns the first step that is planned under it."""
+        scheduler = self._engine.scheduler
+
+        def swap() -> int:
+            if scheduler.settings != state.spec:
+                scheduler.apply(state.spec)
+            return scheduler.step_id + 1
+
+        step_id = await asyncio.wait_for(self._engine.call(swap), CALL_TIMEOUT_SECONDS)
+        if state.spec != self.state.spec or state.generation != self.state.generation:
+            logger.info("batch settings of generation %d act from step %d: %s", state.generation, step_id, state.spec)
+        self.state = state
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if state.expires_at is not None:
+            delay = max(0.0, state.expires_at - self._clock())
+            self._expiry = asyncio.get_running_loop().call_later(delay, self._start_expiry)
+        return step_id
+
+    def _start_expiry(self) -> None:
+        self._expiring = asyncio.ensure_future(self._expire())
+
+    async def _expire(self) -> None:
+        async with self._lock:
+            state = expire(self.state, self._clock())
+            if state is not self.state:
+                logger.warning("nobody renewed the batch settings of generation %d in time", self.state.generation)
+                await self._set(state)
+                self._engine.metrics.counts.settings_changes["reverted"] += 1
+
+    def _warnings(self, spec: BatchSettings) -> list[str]:
+        over = self._engine.scheduler.running - spec.max_num_seqs
+        if over <= 0:
+            return []
+        return [f"{over} running requests are above max_num_seqs {spec.max_num_seqs}; they end, none is cut"]
+
+    def _refuse(self, reason: Conflict | Violation) -> Response:
+        self._engine.metrics.counts.settings_changes["rejected"] += 1
+        if isinstance(reason, Conflict):
+            body = {
+                "code": reason.code,
+                "message": reason.message,
+                "version": self.state.version,
+                "generation": self.state.generation,
+            }
+            return JsonResponse({"error": body}, 409)
+        error = {"field": reason.field, "allowed": reason.allowed and list(reason.allowed), "reason": reason.reason}
+        return JsonResponse({"error": error}, 422)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What exists once the model is loaded."""
+
+    engine: Engine
+    batching: LiveBatching
+    drain: Drain
+    runner: str
+    profile: str | None
+    version: str
+    default_drain_seconds: float
+
+
+@dataclass(slots=True)
+class AdminState:
+    """`loaded` is None while the model is loading."""
+
+    stall_seconds: float
+    loaded: Loaded | None = None
+
+
+def probe_live(state: AdminState) -> tuple[bool, str]:
+    """Whether the process is worth keeping. Loading and idling are; work without progress is not, for too long."""
+    if state.loaded is None:
+        return True, "loading"
+    health = state.loaded.engine.health()
+    if not health.alive:
+        return False, health.failure or "the engine loop has ended"
+    if health.stalled_seconds > state.stall_seconds:
+        return False, f"no progress for {health.stalled_seconds:.0f} s at step {health.step_id}"
+    return True, "ok"
+
+
+def probe_ready(state: AdminState) -> tuple[bool, str]:
+    """Whether new requests should come here. Stalls count after half the time that liveness gives them."""
+    loaded = state.loaded
+    if loaded is None:
+        return False, "loading"
+    if loaded.drain.phase is not DrainPhase.SERVING:
+        return False, f"draining: {loaded.drain.phase}"
+    health = loaded.engine.health()
+    if not health.alive:
+        return False, health.failure or "the engine loop has ended"
+    if health.stalled_seconds > state.stall_seconds / 2:
+        return False, f"no progress for {health.stalled_seconds:.0f} s at step {health.step_id}"
+    return True, "ok"
+
+
+class TokenGuard:
+    """Default deny, before any route."""
+
+    def __init__(self, app: ASGIApp, keys: AdminKeys | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        refusal = None if is_open else self._refusal(scope)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        if self._keys is None:
+            return _error(403, "admin_off", "the admin API is off: no admin keys were given")
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        try:
+            if scheme.lower() != "bearer" or not token:
+                raise TokenRefused("a bearer token is needed")
+            self._keys.check(token.strip())
+        except TokenRefused as error:
+            return _error(401, "unauthorized", str(error), headers={"www-authenticate": "Bearer"})
+        return None
+
+
+def create_admin(state: AdminState, keys: AdminKeys | None) -> ASGIApp:
+    """The ASGI app of port 8001."""
+    app = FastAPI(title="Tidegate engine admin", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(TimeoutError, _on_timeout)
+    _add_probes(app, state)
+    _add_batching(app, state)
+    _add_drain(app, state)
+    _add_orders(app, state)
+    return TokenGuard(app, keys)
+
+
+def _add_probes(app: FastAPI, state: AdminState) -> None:
+    @app.get("/livez")
+    async def livez() -> Response:
+        return _probe(*probe_live(state))
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        return _probe(*probe_ready(state))
+
+    @app.get("/startupz")
+    async def startupz() -> Response:
+        return _probe(state.loaded is not None, "ok" if state.loaded is not None else "loading")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        if state.loaded is None:
+            return Response(b"", media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(state.loaded.engine.metrics.render), media_type=CONTENT_TYPE)
+
+
+def _add_batching(app: FastAPI, state: AdminState) -> None:
+    @app.get("/admin/v1/batching")
+    async def get_batching() -> Response:
+        return _loaded(state).batching.describe()
+
+    @app.patch("/admin/v1/batching")
+    async def patch_batching(request: Request) -> Response:
+        loaded = _loaded(state)
+        if loaded.drain.phase is not DrainPhase.SERVING:
+            return _error(409, "draining", "the settings of a draining replica are not changed")
+        dry_run = request.query_params.get("dryRun", "false").lower() in ("true", "1", "all")
+        data = await _json(request)
+        return await loaded.batching.patch(data, if_match=request.headers.get("if-match"), dry_run=dry_run)
+
+
+def _add_drain(app: FastAPI, state: AdminState) -> None:
+    @app.post("/admin/v1/drain")
+    async def start_drain(request: Request) -> Response:
+        loaded = _loaded(state)
+        data = await _json(request)
+        timeout = data.get("timeout_seconds", loaded.default_drain_seconds) if isinstance(data, Mapping) else None
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0:
+            error = {"field": "timeout_seconds", "allowed": None, "reason": "timeout_seconds must be 0 or more"}
+            return JsonResponse({"error": error}, 422)
+        logger.info("drain asked for, %s s", timeout)
+        loaded.drain.begin(float(timeout))
+        return JsonResponse(_describe_drain(loaded), 202)
+
+    @app.get("/admin/v1/drain")
+    async def get_drain() -> Response:
+        return JsonResponse(_describe_drain(_loaded(state)))
+
+    @app.delete("/admin/v1/drain")
+    async def cancel_drain() -> Response:
+        loaded = _loaded(state)
+        if loaded.drain.cancel():
+            logger.info("drain cancelled")
+        return JsonResponse(_describe_drain(loaded))
+
+
+def _add_orders(app: FastAPI, state: AdminState) -> None:
+    @app.get("/admin/v1/info")
+    async def info() -> Response:
+        return JsonResponse(_describe(_loaded(state)))
+
+    @app.post("/admin/v1/abort")
+    async def abort(request: Request) -> Response:
+        loaded = _loaded(state)
+        data = await _json(request)
+        wanted = data.get("request_id") if isinstance(data, Mapping) else None
+        if not isinstance(wanted, str) or not wanted:
+            error = {"field": "request_id", "allowed": None, "reason": "request_id must be a text"}
+            return JsonResponse({"error": error}, 422)
+        engine = loaded.engine
+        live = await _call(engine, lambda: [request.id for request in engine.scheduler.live_requests()])
+        # A call's id stands for all its choices.
+        aborted = [request_id for request_id in live if request_id == wanted or request_id.rpartition("-")[0] == wanted]
+        for request_id in aborted:
+            engine.abort(request_id, error="the request was aborted by an administrator")
+        return JsonResponse({"aborted": aborted}, 200 if aborted else 404)
+
+    @app.post("/admin/v1/cache/flush")
+    async def flush() -> Response:
+        engine = _loaded(state).engine
+
+        def run() -> int:
+            cached = engine.scheduler.blocks.cached
+            engine.scheduler.flush_cache()
+            return cached
+
+        return JsonResponse({"flushed_blocks": await _call(engine, run)})
+
+
+async def _call(engine: Engine, function: Callable[[], list[str]] | Callable[[], int]) -> list[str] | int:
+    return await asyncio.wait_for(engine.call(function), CALL_TIMEOUT_SECONDS)  # type: ignore[arg-type]
+
+
+def _describe_drain(loaded: Loaded) -> dict[str, object]:
+    scheduler = loaded.engine.scheduler
+    remaining = [request.max_tokens - request.output_tokens for request in scheduler.live_requests()]
+    return {
+        "phase": loaded.drain.phase.value,
+        "running": scheduler.running,
+        "waiting": scheduler.waiting,
+        "longest_remaining_tokens": max(remaining, default=0),
+        "cached_tokens": scheduler.blocks.cached * scheduler.blocks.block_tokens,
+        "seconds_left": loaded.drain.seconds_left,
+    }
+
+
+def _describe(loaded: Loaded) -> dict[str, object]:
+    runner = loaded.engine.runner
+    step_model = runner.step_model or loaded.engine.fit.model
+    return {
+        **asdict(runner.info),
+        "version": loaded.version,
+        "runner": loaded.runner,
+        "profile": loaded.profile,
+        "step_model": None if step_model is None else step_model.as_dict(),
+        "start_seconds": dict(runner.start_seconds),
+        "settings_generation": loaded.batching.state.generation,
+    }
+
+
+def _loaded(state: AdminState) -> Loaded:
+    if state.loaded is None:
+        raise HTTPException(503, "the model is loading", headers={"retry-after": "1"})
+    return state.loaded
+
+
+async def _json(request: Request) -> object:
+    body = await request.body()
+    try:
+        return orjson.loads(body) if body else {}
+    except orjson.JSONDecodeError as error:
+        raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+def _probe(is_good: bool, text: str) -> Response:
+    return Response(text + "\n", 200 if is_good else 503, media_type="text/plain")
+
+
+def _error(status: int, code: str, message: str, *, headers: Mapping[str, str] | None = None) -> Response:
+    return JsonResponse({"error": {"code": code, "message": message}}, status, headers=headers)
+
+
+async def _on_http_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 503: "loading"}
+    code = codes.get(error.status_code, "error")
+    return _error(error.status_code, code, str(error.detail), headers=error.headers)
+
+
+async def _on_timeout(_request: Request, _error_: Exception) -> Response:
+    return _error(503, "busy", "the engine did not answer in time", headers={"retry-after": "5"})

@@ -1,0 +1,338 @@
+"""The command `tidegate-engine`: flags and environment to options, failures to one sentence and an exit code.
+
+Exit codes: 0 after a drain, 1 when the engine failed while serving, 2 for flags and settings, 3 for a model that cannot
+be loaded. The sentence also goes to the container's termination message, where the operator reads it.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tidegate_engine.settings import (
+    DEFAULT_PATTERNS,
+    SETTING_NAMES,
+    BatchSettings,
+    Envelope,
+    SettingsFile,
+    find_violation,
+    parse_settings_file,
+)
+from tidegate_engine.steptime import Profile, load_profile, profile_names
+from tidegate_engine.weights import ModelError
+
+if TYPE_CHECKING:
+    from tidegate_engine.serve import LoadedModel
+
+TERMINATION_LOG = Path("/dev/termination-log")
+EXIT_CONFIG = 2
+EXIT_MODEL = 3
+DEFAULT_SETTINGS = BatchSettings(64, 4096, 1024)
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigError(Exception):
+    """Flags or settings that cannot be served: `Reason: sentence`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as any other failure: one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("FlagsInvalid", f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    try:
+        args = _parser().parse_args(argv)
+        if args.command == "profiles":
+            return _list_profiles()
+        return _serve(args)
+    except ConfigError as error:
+        return _fail(str(error), EXIT_CONFIG)
+    except ModelError as error:
+        return _fail(str(error), EXIT_MODEL)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from tidegate_engine.serve import LoadedModel, ServeError, ServeOptions, run
+    except ImportError as error:
+        raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
+
+    load: Callable[[], LoadedModel]
+    if args.runner == "modelled":
+        profile = _read_profile(args)
+        names, load = args.served_model_name or [profile.name], lambda: _load_modelled(args, profile)
+    else:
+        if args.model is None:
+            raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
+        names, load = args.served_model_name or [Path(args.model).stem], lambda: _load_torch(args)
+    options = ServeOptions(
+        host=args.host,
+        port=args.port,
+        admin_port=args.admin_port,
+        served_names=tuple(names),
+        settings=_read_settings(args),
+        prefix_caching=args.enable_prefix_caching,
+        shutdown_timeout_seconds=args.shutdown_timeout,
+        endpoint_removal_seconds=args.endpoint_removal_seconds,
+        stall_seconds=args.liveness_stall_seconds,
+        runner=args.runner,
+        profile=args.profile if args.runner == "modelled" else None,
+        admin_keys=_admin_keys_path(args),
+        object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
+        api_keys=tuple(args.api_key or ()),
+        max_queued=args.max_num_queued_reqs,
+    )
+    try:
+        return run(options, load)
+    except ServeError as error:
+        return _fail(str(error), error.exit_code)
+
+
+def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
+    from tidegate_engine.byte_tokenizer import ByteTokenizer
+    from tidegate_engine.modelled_runner import ModelledRunner, model_info
+    from tidegate_engine.serve import LoadedModel
+
+    info = model_info(
+        profile,
+        block_tokens=args.block_size or profile.block_tokens,
+        kv_blocks=args.num_gpu_blocks_override or profile.kv_blocks,
+        max_model_len=args.max_model_len or profile.max_model_len,
+    )
+    time.sleep(sum(profile.start_seconds.values()))
+    runner = ModelledRunner(profile, info)
+    return LoadedModel(runner, ByteTokenizer(), on_idle=runner.rest)
+
+
+def _load_torch(args: argparse.Namespace) -> "LoadedModel":
+    from tidegate_engine.serve import LoadedModel
+    from tidegate_engine.weights import find_model_file
+
+    path = find_model_file(args.model)
+    try:
+        from tidegate_engine.torch_runner import TorchOptions, load
+    except ImportError as error:
+        raise ModelError(
+            "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
+        ) from error
+    runner, tokenizer = load(
+        path,
+        TorchOptions(
+            block_tokens=args.block_size or 16,
+            kv_blocks=args.num_gpu_blocks_override,
+            max_model_len=args.max_model_len,
+            dtype=args.dtype,
+        ),
+    )
+    return LoadedModel(runner, tokenizer)
+
+
+def _read_profile(args: argparse.Namespace) -> Profile:
+    if args.profile is None:
+        raise ConfigError("FlagsInvalid", f"--profile is needed with --runner modelled: {', '.join(profile_names())}")
+    try:
+        profile = load_profile(args.profile)
+    except ValueError as error:
+        raise ConfigError("ProfileInvalid", str(error)) from error
+    if args.max_model_len is not None and args.max_model_len > profile.max_model_len:
+        raise ConfigError(
+            "FlagsInvalid",
+            f"--max-model-len is {args.max_model_len}; the profile {profile.name} has {profile.max_model_len}",
+        )
+    return profile
+
+
+def _read_settings(args: argparse.Namespace) -> SettingsFile:
+    """The object's settings file, or for standalone use the flags."""
+    flags = {name: getattr(args, name) for name in SETTING_NAMES if getattr(args, name) is not None}
+    if args.config_dir is not None:
+        path = args.config_dir / "settings.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError("SettingsInvalid", f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError("SettingsInvalid", f"{path} is not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError("SettingsInvalid", f"{path} must hold a JSON object")
+        try:
+            file = parse_settings_file(data)
+        except ValueError as error:
+            raise ConfigError("SettingsInvalid", str(error)) from error
+        if flags:
+            logger.warning("%s sets the batch settings; ignored: %s", path, ", ".join(sorted(flags)))
+        return file
+    settings = replace(DEFAULT_SETTINGS, **flags)
+    default = Envelope()
+    bounds = {name: default.bounds(name) for name in SETTING_NAMES}
+    widened = {
+        name: (min(low, flags.get(name, low)), max(high, flags.get(name, high))) for name, (low, high) in bounds.items()
+    }
+    envelope = Envelope(**widened)
+    if violation := find_violation(settings, envelope):
+        raise ConfigError("SettingsInvalid", violation.reason)
+    return SettingsFile(0, settings, envelope, DEFAULT_PATTERNS)
+
+
+def _admin_keys_path(args: argparse.Namespace) -> Path | None:
+    if args.admin_keys is not None:
+        return Path(args.admin_keys)
+    return None if args.config_dir is None else Path(args.config_dir / "admin-keys.json")
+
+
+def _list_profiles() -> int:
+    for name in profile_names():
+        profile = load_profile(name)
+        print(f"{name:24} {profile.gpus} x {profile.gpu}, {profile.model}, {profile.weight_dtype} weights")
+    return 0
+
+
+def _fail(sentence: str, exit_code: int) -> int:
+    one_line = " ".join(sentence.split())
+    print(one_line, file=sys.stderr, flush=True)
+    # The kubelet makes the file; elsewhere there is none.
+    if TERMINATION_LOG.exists():
+        with suppress(OSError):
+            TERMINATION_LOG.write_text(one_line, encoding="utf-8")
+    return exit_code
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 86_400:
+        raise argparse.ArgumentTypeError(f"must be 0 to 86400 seconds, not {text}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65_536:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tidegate-engine",
+        description="Serves a language model over the OpenAI API, with batch settings that change live.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("profiles", help="list the GPUs and models that the modelled runner knows", allow_abbrev=False)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serve a model until SIGTERM, which drains: not ready at once, running requests end, exit 0.",
+        epilog="Where a flag is given twice, the last one counts.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_model_flags(serve.add_argument_group("model"))
+    _add_memory_flags(serve.add_argument_group("context and KV cache"))
+    _add_settings_flags(serve.add_argument_group("batch settings"))
+    _add_listener_flags(serve.add_argument_group("listeners and access"))
+    _add_life_flags(serve.add_argument_group("probes and leaving"))
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", metavar="PATH", help="GGUF file, or a folder with one")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that clients use; default: the file's"
+    )
+    group.add_argument(
+        "--runner", choices=("torch", "modelled"), default="torch",
+        help="torch computes the model; modelled takes as long as the GPU of --profile would and makes up the text",
+    )  # fmt: skip
+    group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and arithmetic"
+    )
+
+
+def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context; default: the model's")
+    group.add_argument("--block-size", type=_positive, metavar="TOKENS", help="tokens of a KV block; default 16")
+    group.add_argument("--num-gpu-blocks-override", type=_positive, metavar="N", help="KV blocks; default: what fits")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="reuse the KV cache of equal beginnings",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-chunked-prefill", action="store_true", default=True, help="always on; for vLLM's users"
+    )
+
+
+def _add_settings_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config-dir", type=Path, metavar="DIR",
+        help="folder with settings.json and admin-keys.json, as the operator mounts it; it wins over the flags below",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-seqs", "--max-num-active-seqs", type=_positive, metavar="N",
+        help=f"requests in a batch; default {DEFAULT_SETTINGS.max_num_seqs}",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-batched-tokens", type=_positive, metavar="N",
+        help=f"tokens in a step; default {DEFAULT_SETTINGS.max_num_batched_tokens}",
+    )  # fmt: skip
+    group.add_argument(
+        "--long-prefill-token-threshold", type=_positive, metavar="N",
+        help=f"tokens of one prompt in a step; default {DEFAULT_SETTINGS.long_prefill_token_threshold}",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-queued-reqs", type=_positive, metavar="N", help="more waiting requests get 429; default: no limit"
+    )
+
+
+def _add_listener_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="0.0.0.0", help="address of both listeners")
+    group.add_argument("--port", type=_port, default=8000, help="OpenAI API")
+    group.add_argument("--admin-port", type=_port, default=8001, help="probes, metrics, admin API")
+    group.add_argument("--api-key", nargs="+", metavar="KEY", help="keys of which clients must send one; default: none")
+    group.add_argument(
+        "--admin-keys", metavar="FILE",
+        help="JWKS with the public keys of admin tokens (audience: TIDEGATE_OBJECT_UID); default: the one in --config-dir",
+    )  # fmt: skip
+
+
+def _add_life_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS",
+        help="how long running requests may take after SIGTERM",
+    )  # fmt: skip
+    group.add_argument(
+        "--endpoint-removal-seconds", type=_seconds, default=5.0, metavar="SECONDS",
+        help="how long new requests are still served after SIGTERM, since clients may not know yet",
+    )  # fmt: skip
+    group.add_argument(
+        "--liveness-stall-seconds", type=_seconds, default=120.0, metavar="SECONDS",
+        help="work without progress for so long means hung",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

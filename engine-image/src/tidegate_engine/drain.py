@@ -1,0 +1,106 @@
+"""Leaving without cutting anybody: the order in which an engine stops taking requests and ends.
+
+Not ready at once; new requests are served until the endpoints are surely gone, then refused; running ones finish or hit
+the timeout. Used by SIGTERM and `/admin/v1/drain` alike; it knows no HTTP.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+POLL_SECONDS = 0.02
+
+
+class DrainPhase(StrEnum):
+    SERVING = "serving"
+    LEAVING = "leaving"
+    """Not ready any more, but new requests are still served: clients may not know yet."""
+    REFUSING = "refusing"
+    DRAINED = "drained"
+
+
+class Drain:
+    """One drain at a time; a second `begin` keeps the first's start and takes the longer timeout."""
+
+    def __init__(
+        self,
+        unfinished: Callable[[], int],
+        abort_all: Callable[[str], None],
+        *,
+        endpoint_removal_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._unfinished = unfinished
+        self._abort_all = abort_all
+        self._endpoint_removal_seconds = endpoint_removal_seconds
+        self._clock = clock
+        self._began_at: float | None = None
+        self._timeout_seconds = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def phase(self) -> DrainPhase:
+        if self._began_at is None:
+            return DrainPhase.SERVING
+        if self._task is not None and self._task.done():
+            return DrainPhase.DRAINED
+        if self._clock() < self._began_at + self._leaving_seconds:
+            return DrainPhase.LEAVING
+        return DrainPhase.REFUSING
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a new request is served."""
+        return self.phase in (DrainPhase.SERVING, DrainPhase.LEAVING)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until running requests are cut; None when not draining."""
+        if self._began_at is None:
+            return None
+        return max(0.0, self._began_at + self._timeout_seconds - self._clock())
+
+    @property
+    def _leaving_seconds(self) -> float:
+        return min(self._endpoint_removal_seconds, self._timeout_seconds)
+
+    def begin(self, timeout_seconds: float, *, at_once: bool = False) -> asyncio.Task[None]:
+        """Start to drain; the task ends when nothing runs any more. `at_once` refuses new requests immediately."""
+        if at_once:
+            self._endpoint_removal_seconds = 0.0
+        if self._began_at is None:
+            self._began_at = self._clock()
+            self._timeout_seconds = timeout_seconds
+        else:
+            passed = self._clock() - self._began_at
+            self._timeout_seconds = max(self._timeout_seconds, passed + timeout_seconds)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._finish())
+        return self._task
+
+    def cancel(self) -> bool:
+        """Serve again; False when it was not draining."""
+        if self._began_at is None:
+            return False
+        self._began_at = None
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        return True
+
+    async def _finish(self) -> None:
+        began_at = self._began_at
+        assert began_at is not None
+        while self._clock() < began_at + self._leaving_seconds or self._unfinished():
+            if self._clock() >= began_at + self._timeout_seconds:
+                self._abort_all("the server is shutting down and the time for running requests is over")
+                await self._wait_for_aborts()
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _wait_for_aborts(self) -> None:
+        """Aborts act between two steps: give them one long step."""
+        until = self._clock() + 5.0
+        while self._unfinished() and self._clock() < until:
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,326 @@
+"""The engine loop: one thread that plans, runs and commits steps, and the mailbox through which others reach it.
+
+Only this thread touches scheduler and runner. Tokens go to their consumers on the event loop in one call a step. It
+knows no text and no HTTP: `completions` submits requests, `admin` changes settings, probes read `health`.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+from tidegate_engine.metrics import EngineMetrics, FinishedRequest, isl_cell
+from tidegate_engine.request import FinishReason, Request, SampledToken, Step, TokenEvent
+from tidegate_engine.runner import Runner, shape_of_step
+from tidegate_engine.scheduler import RequestRefused, Scheduler
+from tidegate_engine.steptime import OnlineFit
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after the other before the engine gives up."""
+IDLE_WAIT_SECONDS = 0.05
+"""How long the loop waits for mail when it has work that cannot be planned."""
+MAX_FRUITLESS_PLANS = 20
+"""Empty plans in a row, with nothing running, after which the head of the queue is failed: it would block all others."""
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A token, the end of a request, or both. `error` says why a request failed."""
+
+    token: SampledToken | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    is_refusal: bool = False
+    """The request itself can never be served, so the error is the client's."""
+
+
+class Sink(Protocol):
+    """Consumer of a request's outputs. Called on the event loop."""
+
+    def push(self, output: Output) -> None: ...
+
+
+@dataclass(slots=True)
+class _Live:
+    sink: Sink
+    cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+    reason: FinishReason
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What probes ask. `stalled_seconds` is 0 while there is nothing to do: idle is not hung."""
+
+    alive: bool
+    stalled_seconds: float
+    step_id: int
+    failure: str | None = None
+
+
+class Engine:
+    """Runs requests to their end. `start` needs a running event loop; all public methods may be called from it."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        metrics: EngineMetrics,
+        on_idle: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.fit = OnlineFit()
+        self.failure: str | None = None
+        self.failed = asyncio.Event()
+        self._on_idle = on_idle
+        self._clock = clock
+        self._mailbox: SimpleQueue[_Add | _Abort | _Call | None] = SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._outbox: list[tuple[Sink, Output]] = []
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._is_busy = False
+        self._progress_at = clock()
+        self._last_step_end: float | None = None
+        self._failed_steps = 0
+        self._fruitless_plans = 0
+
+    # --- called from the event loop
+
+    def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after the step in flight, and wait for it a short while."""
+        self._mailbox.put(None)
+        self._thread.join(timeout=5)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self._put(_Add(request, sink))
+
+    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
+        """End a request in any state; one that has ended already is left alone."""
+        self._put(_Abort(request_id, reason, error))
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run `function` between two steps and return what it returns."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001  # it belongs to the caller, who gets it
+                future.set_exception(error)
+
+        self._put(_Call(run))
+        return await asyncio.wrap_future(future)
+
+    def health(self) -> Health:
+        alive = self._thread.is_alive() and self.failure is None
+        has_work = self._is_busy or not self._mailbox.empty()
+        stalled = max(0.0, self._clock() - self._progress_at) if has_work else 0.0
+        return Health(alive, stalled, self.scheduler.step_id, self.failure)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests running or waiting, those still in the mailbox included."""
+        return self.scheduler.running + self.scheduler.waiting + self._mailbox.qsize()
+
+    # --- the loop's thread
+
+    def _put(self, mail: _Add | _Abort | _Call) -> None:
+        if not self._is_busy and self._mailbox.empty():
+            self._progress_at = self._clock()
+        self._mailbox.put(mail)
+
+    def _run(self) -> None:
+        try:
+            while self._read_mail():
+                if self.scheduler.has_work:
+                    self._step()
+                self._deliver()
+        except Exception as error:
+            logger.exception("the engine loop failed")
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _read_mail(self) -> bool:
+        """Act on everything in the mailbox; waits for something when idle. False = stop."""
+        wait = not self.scheduler.has_work
+        if wait:
+            self._is_busy = False
+            self._last_step_end = None
+            if self._on_idle is not None:
+                self._on_idle()
+        while True:
+            try:
+                mail = self._mailbox.get(block=wait)
+            except Empty:
+                return True
+            if wait:
+                self._is_busy = True
+                self._progress_at = self._clock()
+                wait = False
+            if mail is None:
+                return False
+            self._act(mail)
+
+    def _act(self, mail: _Add | _Abort | _Call) -> None:
+        match mail:
+            case _Add(request, sink):
+                self._add(request, sink)
+            case _Abort(request_id, reason, error):
+                request_or_none = self.scheduler.abort(request_id, now=self._clock(), reason=reason)
+                if request_or_none is not None:
+                    self._end(request_or_none, Output(None, reason, error))
+            case _Call(run):
+                run()
+
+    def _add(self, request: Request, sink: Sink) -> None:
+        try:
+            self.scheduler.add(request)
+        except RequestRefused as error:
+            self._outbox.append((sink, Output(None, FinishReason.ERROR, str(error), is_refusal=True)))
+            return
+        cell = isl_cell(request.prompt_tokens)
+        self._live[request.id] = _Live(sink, cell)
+        self.metrics.counts.arrived[cell] += 1
+
+    def _step(self) -> None:
+        planned_at = self._clock()
+        step = self.scheduler.plan(planned_at)
+        if not step.items:
+            self._wait_for_room()
+            return
+        self._fruitless_plans = 0
+        try:
+            tokens = self.runner.run(step)
+        except Exception as error:
+            logger.exception("step %d failed", step.id)
+            self._fail(step, f"{type(error).__name__}: {error}")
+            return
+        now = self._clock()
+        self._publish(self.scheduler.commit(step, tokens, now))
+        self._failed_steps = 0
+        self.metrics.counts.steps += 1
+        # Steps follow each other directly while there is work, so the host's time between them is the step's, too.
+        began = planned_at if self._last_step_end is None else self._last_step_end
+        self._last_step_end = self._progress_at = now
+        self.fit.add(shape_of_step(step), now - began)
+
+    def _wait_for_room(self) -> None:
+        """There is work but no plan. With nothing running only mail can change that, or never."""
+        self._last_step_end = None
+        self._fruitless_plans += 1
+        if self._fruitless_plans > MAX_FRUITLESS_PLANS and not self.scheduler.running:
+            head = self.scheduler.live_requests()[0]
+            self.scheduler.abort(head.id, now=self._clock(), reason=FinishReason.ERROR)
+            self._end(head, Output(None, FinishReason.ERROR, "the request cannot be scheduled"))
+            self._fruitless_plans = 0
+            return
+        time.sleep(IDLE_WAIT_SECONDS)
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        counts = self.metrics.counts
+        itl, live_requests, outbox = counts.itl, self._live, self._outbox
+        for request, token, reason, interval in events:
+            live = live_requests[request.id]
+            error = token.error if token is not None else None
+            if error is None:
+                counts.generation_tokens += 1
+                if interval is not None:
+                    itl[live.cell].observe(interval)
+                else:
+                    self._count_first_token(request, live.cell)
+            output = Output(None if error else token, reason, error)
+            if reason is None:
+                outbox.append((live.sink, output))
+            else:
+                self._end(request, output)
+
+    def _count_first_token(self, request: Request, cell: int) -> None:
+        counts = self.metrics.counts
+        counts.prompt_tokens += request.prompt_tokens
+        counts.cached_prompt_tokens += request.num_cached
+        if request.first_token_at is not None:
+            queued = None if request.scheduled_at is None else request.scheduled_at - request.arrival
+            self.metrics.first_token(cell, ttft_seconds=request.first_token_at - request.arrival, queue_seconds=queued)
+
+    def _end(self, request: Request, output: Output) -> None:
+        live = self._live.pop(request.id)
+        self._outbox.append((live.sink, output))
+        assert output.finish_reason is not None
+        first, last, tokens = request.first_token_at, request.last_token_at, request.output_tokens
+        ended_at = self._clock() if request.finished_at is None else request.finished_at
+        self.metrics.finished(
+            FinishedRequest(
+                isl=request.prompt_tokens,
+                osl=tokens,
+                reason=output.finish_reason,
+                e2e_seconds=ended_at - request.arrival,
+                ttft_seconds=None if first is None else first - request.arrival,
+                itl_seconds=None if first is None or last is None or tokens < 2 else (last - first) / (tokens - 1),
+            )
+        )
+
+    def _fail(self, step: Step, message: str) -> None:
+        """The requests of the step end with an error; the others go on, unless steps keep failing."""
+        self.metrics.counts.failed_steps += 1
+        self._last_step_end = None
+        self._progress_at = self._clock()
+        self._publish(self.scheduler.fail(step, f"the step failed: {message}", self._clock()))
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineFailed(f"{self._failed_steps} steps failed one after the other, the last with {message}")
+
+    def _give_up(self, message: str) -> None:
+        """End all requests with an error and say why."""
+        self.failure = message
+        for live in self._live.values():
+            self._outbox.append((live.sink, Output(None, FinishReason.ERROR, "the engine failed")))
+        self._live.clear()
+        self._deliver()
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self.failed.set)
+
+    def _deliver(self) -> None:
+        if self._outbox and self._event_loop is not None:
+            outbox, self._outbox = self._outbox, []
+            self._event_loop.call_soon_threadsafe(_push_all, outbox)
+
+
+class EngineFailed(RuntimeError):
+    """Steps keep failing; the process should be replaced."""
+
+
+def _push_all(outbox: list[tuple[Sink, Output]]) -> None:
+    for sink, output in outbox:
+        sink.push(output)

@@ -1,0 +1,134 @@
+"""A runner that computes nothing and takes as long as a GPU would: the emulator behind the real server and scheduler.
+
+Durations come from a profile's step-time formula; tokens are made up, the same for the same prompt and seed. Needs no
+torch, no weights. Called by the engine loop.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.request import Request, SampledToken, Step, TokenLogprobs
+from tidegate_engine.runner import ModelInfo, shape_of_step
+from tidegate_engine.steptime import Profile, StepModel
+
+WORDS = tuple(
+    ByteTokenizer().encode(word)[0]
+    for word in (
+        "the ",
+        "sea ",
+        "ebb ",
+        "low ",
+        "bay ",
+        "fog ",
+        "oar ",
+        "net ",
+        "sky ",
+        "dry ",
+        "run ",
+        "tow ",
+        "and ",
+        "few ",
+        "old ",
+        "new ",
+        "hum ",
+        "far ",
+        "off ",
+        "one ",
+        "two ",
+        "sun ",
+        "set ",
+        "sea,",
+        "bar ",
+        "dam ",
+        "pen ",
+        "was ",
+        "has ",
+        "its ",
+        "all ",
+        "day.",
+    )  # fmt: skip
+)
+"""One token each: a text that reads as words, of the usual four characters a token."""
+
+
+class ModelledRunner:
+    """Sleeps to each step's deadline. The host's time between two steps lies inside the next one, as on a real GPU."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        info: ModelInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._profile = profile
+        self._info = info
+        self._clock = clock
+        self._sleep = sleep
+        self._deadline: float | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def step_model(self) -> StepModel | None:
+        return self._profile.step
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        return self._profile.start_seconds
+
+    def rest(self) -> None:
+        """The loop goes idle: the next step does not follow the last one directly."""
+        self._deadline = None
+
+    def run(self, step: Step) -> Mapping[str, SampledToken]:
+        now = self._clock()
+        seconds = self._profile.step.seconds(shape_of_step(step))
+        begin = now if self._deadline is None else self._deadline
+        tokens = {item.request.id: _token(item.request) for item in step.items if item.samples}
+        deadline = begin + seconds
+        rest = deadline - self._clock()
+        if rest > 0:
+            self._sleep(rest)
+        # A host that cannot keep up is not made to catch up for ever: at most one step is owed.
+        self._deadline = max(deadline, self._clock() - seconds)
+        return tokens
+
+
+def model_info(profile: Profile, *, block_tokens: int, kv_blocks: int, max_model_len: int) -> ModelInfo:
+    """The profile's facts, with the sizes that flags may have changed."""
+    return ModelInfo(
+        name=profile.model,
+        layers=profile.layers,
+        kv_heads=profile.kv_heads,
+        head_size=profile.head_size,
+        vocab_size=profile.vocab_size,
+        max_model_len=max_model_len,
+        weight_dtype=profile.weight_dtype,
+        kv_dtype=profile.kv_dtype,
+        weight_bytes=profile.weight_bytes,
+        kv_token_bytes=profile.kv_token_bytes,
+        kv_blocks=kv_blocks,
+        block_tokens=block_tokens,
+        gpu_product=profile.gpu,
+        gpu_count=profile.gpus,
+        eos_token_ids=ByteTokenizer.eos_token_ids,
+    )
+
+
+def _token(request: Request) -> SampledToken:
+    """The request's next token: never the end of the text, so that `max_tokens` decides the length."""
+    last = request.prompt_ids[-1] if request.prompt_ids else 0
+    choice = hash((request.prompt_tokens, last, request.params.seed or 0, request.output_tokens)) % len(WORDS)
+    if request.params.logprobs is None:
+        return _WORD_TOKENS[choice]
+    count = min(request.params.logprobs, len(WORDS))
+    top = tuple((WORDS[(choice + rank) % len(WORDS)], -0.25 - rank) for rank in range(count))
+    return SampledToken(WORDS[choice], logprobs=TokenLogprobs(-0.25, top))
+
+
+_WORD_TOKENS = tuple(SampledToken(word) for word in WORDS)
