@@ -6,11 +6,14 @@ Owns what is built and how; called by `setup`, and by `cluster` for paths. Knows
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from tidegate_local import activity, cache
+from tidegate_local import activity
+from tidegate_local.cache import folder as cache_folder
+from tidegate_local.cache import key as content_key
+from tidegate_local.cache import root
 
 MODULES = Path(__file__).parent / "modules"
 KUBERNETES_VERSION = "1.36.3"
@@ -67,31 +70,42 @@ def go_command() -> str:
     return found
 
 
-def module_folder(module: str) -> Path:
-    """Where the binaries of a module lie for its go.mod, go.sum and this Go version."""
-    version = subprocess.run(
+@cache
+def go_version() -> str:
+    """Version and architecture of this machine's Go: part of every key."""
+    asked = subprocess.run(
         [go_command(), "env", "GOVERSION", "GOARCH"],
-        check=True,
         capture_output=True,
         text=True,
-        cwd=MODULES / module,
+        cwd="/",
         env={**os.environ, "GOTOOLCHAIN": "local"},
-    ).stdout
+    )
+    return asked.stdout
+
+
+def module_folder(module: str) -> Path:
+    """Where the binaries of a module lie for its go.mod, go.sum and this Go version."""
     source = MODULES / module
-    parts = [version, (source / "go.mod").read_text(), (source / "go.sum").read_text(), version_flags()]
-    return cache.root() / "bin" / f"{module}-{cache.key(parts)}"
+    parts = [go_version(), (source / "go.mod").read_text(), (source / "go.sum").read_text(), version_flags()]
+    return folder() / f"{module}-{content_key(parts)}"
 
 
-def paths() -> Mapping[str, Path]:
-    """Path of every binary that has been built for the present key."""
-    folders = {module: module_folder(module) for module in {binary.module for binary in BINARIES}}
-    found = {binary.name: folders[binary.module] / binary.name for binary in BINARIES}
-    return {name: path for name, path in found.items() if path.exists()}
+def folder() -> Path:
+    return root() / "bin"
+
+
+def path(name: str) -> Path:
+    """Path of a binary. Raises MissingBinary when it has not been built for the present key."""
+    module = next(binary.module for binary in BINARIES if binary.name == name)
+    found = module_folder(module) / name
+    if not found.exists():
+        raise MissingBinary(f"{name} has not been built yet. Run: tidegate-local setup")
+    return found
 
 
 def missing() -> list[Binary]:
-    built = paths()
-    return [binary for binary in BINARIES if binary.name not in built]
+    folders = {module: module_folder(module) for module in {binary.module for binary in BINARIES}}
+    return [binary for binary in BINARIES if not (folders[binary.module] / binary.name).exists()]
 
 
 def build(progress: activity.Progress) -> None:
@@ -105,7 +119,7 @@ def build(progress: activity.Progress) -> None:
 def drop_build_caches() -> None:
     """Remove the module and build caches (6 GB): with the binaries kept by key they would never be read again."""
     for name in ("go-build", "go-mod"):
-        shutil.rmtree(cache.root() / name, ignore_errors=True)
+        shutil.rmtree(root() / name, ignore_errors=True)
 
 
 def _build_one(binary: Binary, step: activity.Step) -> None:
@@ -115,8 +129,8 @@ def _build_one(binary: Binary, step: activity.Step) -> None:
     env = {
         **os.environ,
         "CGO_ENABLED": "0",
-        "GOCACHE": str(cache.folder("go-build")),
-        "GOMODCACHE": str(cache.folder("go-mod")),
+        "GOCACHE": str(cache_folder("go-build")),
+        "GOMODCACHE": str(cache_folder("go-mod")),
         "GOFLAGS": "-mod=readonly -modcacherw -buildvcs=false",
         "GOTOOLCHAIN": "local",
     }

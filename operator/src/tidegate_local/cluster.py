@@ -29,7 +29,9 @@ DNS_ADDRESS = "10.96.0.10"
 API_PORT = 6443
 PROMETHEUS_PORT = 9090
 FORWARDER = Path(__file__).parent / "forward.py"
+TARGETS = Path(__file__).parent / "targets.py"
 GPU_RESOURCE = "nvidia.com/gpu"
+NODE_BINARIES = ("kube-scheduler", "kubelet", "kube-proxy", "coredns")
 
 Report = Callable[[str], None]
 
@@ -88,12 +90,12 @@ def start(
 def bring_up(plan: Plan, report: Report = print) -> "Cluster":
     """Start what the plan says; nothing is left behind when a part fails."""
     _require_binaries(plan)
+    sweep()
     state = state_folder(plan.name)
     held = [cache.take_lock(f"cluster {plan.name}", purpose=_purpose(plan.name))]
     try:
         if plan.node:
             held.append(store.take_lock(_purpose(plan.name)))
-        _clear(state)
         state.mkdir(parents=True, mode=0o700)
         if plan.node:
             report("image store: clearing what earlier clusters left")
@@ -191,10 +193,10 @@ class Cluster:
 
     def kubectl(self, *arguments: str, input: str | None = None) -> str:
         """Standard output of kubectl as administrator. Raises CommandFailed with what it printed to standard error."""
-        return self._run([binaries.paths()["kubectl"], *arguments], input)
+        return self._run([binaries.path("kubectl"), *arguments], input)
 
     def helm(self, *arguments: str) -> str:
-        return self._run([binaries.paths()["helm"], *arguments], None)
+        return self._run([binaries.path("helm"), *arguments], None)
 
     def exec(self, argv: Sequence[str | Path]) -> str:
         """Run a command to its end in the node's network; its standard output. Raises CommandFailed."""
@@ -238,6 +240,8 @@ class Cluster:
         config.write_text(self._render("prometheus.yaml"))
         flags = [f"--config.file={config}", f"--storage.tsdb.path={self.state}/prometheus", "--log.level=warn"]
         address = f"--web.listen-address={NODE_ADDRESS}:{PROMETHEUS_PORT}"
+        if not (self.state / "pids" / "targets").exists():
+            self._spawn("targets", _targets(self.state))
         self._spawn("prometheus", ["prometheus", *flags, address])
         url = f"{self.prometheus_url}/-/ready"
         self._wait("prometheus", lambda: _answers(url, None), timeout_seconds=30)
@@ -289,8 +293,8 @@ class Cluster:
         self._wait("containerd", self._containerd_answers, timeout_seconds=60)
         self._spawn("kube-scheduler", _scheduler(self.state))
         self._spawn("kubelet", _kubelet(self.state))
-        self._spawn("kube-proxy", [binaries.paths()["kube-proxy"], "--config", self.state / "kube-proxy.yaml"])
-        self._spawn("coredns", [binaries.paths()["coredns"], "-conf", self.state / "Corefile"])
+        self._spawn("kube-proxy", [binaries.path("kube-proxy"), "--config", self.state / "kube-proxy.yaml"])
+        self._spawn("coredns", [binaries.path("coredns"), "-conf", self.state / "Corefile"])
         self.kubectl("apply", "--server-side", "--filename=-", input=self._render("dns.yaml"))
         self._wait("kubelet", self._node_is_ready, timeout_seconds=120)
 
@@ -365,12 +369,12 @@ def _etcd(state: Path, *, client: str, peer: str) -> list[str | Path]:
     listen = [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
     peers = [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"]
     quick = ["--unsafe-no-fsync", "--log-level=warn"]
-    return [binaries.paths()["etcd"], f"--data-dir={state / 'etcd'}", *listen, *peers, *quick]
+    return [binaries.path("etcd"), f"--data-dir={state / 'etcd'}", *listen, *peers, *quick]
 
 
 def _api_server(state: Path, *, etcd: str, bind: str, port: int) -> list[str | Path]:
     return [
-        binaries.paths()["kube-apiserver"],
+        binaries.path("kube-apiserver"),
         f"--etcd-servers={etcd}",
         f"--bind-address={bind}",
         f"--secure-port={port}",
@@ -393,7 +397,7 @@ def _api_server(state: Path, *, etcd: str, bind: str, port: int) -> list[str | P
 
 def _controller_manager(state: Path) -> list[str | Path]:
     return [
-        binaries.paths()["kube-controller-manager"],
+        binaries.path("kube-controller-manager"),
         f"--kubeconfig={state / 'node.kubeconfig'}",
         f"--service-account-private-key-file={state / 'service-accounts.key'}",
         f"--root-ca-file={state / 'ca.crt'}",
@@ -404,12 +408,18 @@ def _controller_manager(state: Path) -> list[str | Path]:
 
 def _scheduler(state: Path) -> list[str | Path]:
     flags = ["--leader-elect=false", "--secure-port=0"]
-    return [binaries.paths()["kube-scheduler"], f"--kubeconfig={state / 'node.kubeconfig'}", *flags]
+    return [binaries.path("kube-scheduler"), f"--kubeconfig={state / 'node.kubeconfig'}", *flags]
+
+
+def _targets(state: Path) -> list[str | Path]:
+    server = f"https://{NODE_ADDRESS}:{API_PORT}"
+    files = [str(state / name) for name in ("ca.crt", "tokens.csv", "targets.json")]
+    return [sys.executable, "-I", "-S", str(TARGETS), server, *files]
 
 
 def _kubelet(state: Path) -> list[str | Path]:
     return [
-        binaries.paths()["kubelet"],
+        binaries.path("kubelet"),
         f"--config={state / 'kubelet.yaml'}",
         f"--kubeconfig={state / 'node.kubeconfig'}",
         f"--root-dir={state / 'kubelet'}",
@@ -447,6 +457,16 @@ def _is_running(state: Path) -> bool:
     return namespaces.Namespaces(described.pid, described.cgroups, described.node).belong_to(state)
 
 
+def sweep() -> None:
+    """Remove what clusters left behind that ended without `stop`: killed with their starter, or with the machine."""
+    for state in cache.folder("clusters").iterdir():
+        try:
+            with cache.lock(f"cluster {state.name}", purpose="a clean-up"):
+                _clear(state)
+        except cache.Busy:
+            continue
+
+
 def _clear(state: Path) -> None:
     """Remove the state of a cluster that ended without `stop`."""
     if (state / "cluster.json").exists():
@@ -460,12 +480,9 @@ def _purpose(name: str) -> str:
 
 
 def _require_binaries(plan: Plan) -> None:
-    needed = {"etcd", "kube-apiserver", "kube-controller-manager", "kubectl"}
-    if plan.node:
-        needed = {binary.name for binary in binaries.BINARIES}
-    absent = sorted(needed - set(binaries.paths()))
-    if absent:
-        raise binaries.MissingBinary(f"Not built yet: {', '.join(absent)}. Run: tidegate-local setup")
+    """Fail before anything is started, not half-way."""
+    for name in ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", *(NODE_BINARIES if plan.node else ())):
+        binaries.path(name)
 
 
 def _forward(inside: namespaces.Namespaces, host: str, port: int) -> int:

@@ -8,16 +8,18 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tidegate_local import cache, namespaces, templates
 
 LOCK = "image store"
 SOCKET = "/run/tidegate-containerd/containerd.sock"
 PAUSE_IMAGE = "tidegate.local/pause:dev"
+CTR = ("ctr", "--address", SOCKET, "--namespace", "k8s.io")
 
 
 class StoreFailed(Exception):
@@ -25,13 +27,13 @@ class StoreFailed(Exception):
 
 
 def folder() -> Path:
-    return cache.root() / "containerd"
+    return cache.root() / "store"
 
 
 def configuration(state: Path, *, upkeep: bool) -> str:
     """containerd's configuration file; for upkeep without CRI, which would start by adopting what was left behind."""
     values = {
-        "store": str(folder()),
+        "store": str(folder() / "containerd"),
         "state": str(state),
         "socket": SOCKET,
         "pause_image": PAUSE_IMAGE,
@@ -46,8 +48,24 @@ class Upkeep:
 
     inside: namespaces.Namespaces
 
-    def import_archive(self, archive: Path) -> None:
-        self._ctr("images", "import", "--snapshotter=overlayfs", str(archive))
+    def import_image(self, write_archive: Callable[[IO[bytes]], None]) -> None:
+        """Import what `write_archive` writes, an OCI archive; layers that the store has may be missing from it."""
+        argv = self.inside.enter([*CTR, "images", "import", "-"])
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=namespaces.environment()
+        ) as importer:
+            assert importer.stdin is not None
+            assert importer.stdout is not None
+            with suppress(BrokenPipeError):
+                write_archive(importer.stdin)
+                importer.stdin.close()
+            said = importer.stdout.read().decode(errors="replace")
+        if importer.returncode != 0:
+            raise StoreFailed(f"containerd refused an image: {said.strip()}")
+
+    def content_digests(self) -> set[str]:
+        return set(self._ctr("content", "ls", "--quiet").split())
 
     def image_names(self) -> list[str]:
         return self._ctr("images", "ls", "-q").split()
@@ -66,7 +84,7 @@ class Upkeep:
 
 
 def run_ctr(inside: namespaces.Namespaces, arguments: Sequence[str]) -> str:
-    argv = inside.enter(["ctr", "--address", SOCKET, "--namespace", "k8s.io", *arguments])
+    argv = inside.enter([*CTR, *arguments])
     done = subprocess.run(argv, capture_output=True, text=True, env=namespaces.environment())
     if done.returncode != 0:
         raise StoreFailed(f"ctr {' '.join(arguments)} failed: {done.stderr.strip()}")
@@ -76,9 +94,9 @@ def run_ctr(inside: namespaces.Namespaces, arguments: Sequence[str]) -> str:
 @contextmanager
 def upkeep(lock: int) -> Iterator[Upkeep]:
     """Run containerd without CRI on the store, in throw-away namespaces. The caller holds the store's lock."""
-    state = cache.folder("clusters") / f"upkeep-{os.getpid()}"
+    state = folder() / "upkeep"
     shutil.rmtree(state, ignore_errors=True)
-    state.mkdir()
+    state.mkdir(parents=True)
     (state / "containerd.toml").write_text(configuration(state, upkeep=True))
     inside, life = namespaces.create(state, node=False, detached=False, inherited=[lock])
     try:
@@ -98,6 +116,16 @@ def upkeep(lock: int) -> Iterator[Upkeep]:
 
 def containerd(state: Path) -> list[str]:
     return ["containerd", "--config", str(state / "containerd.toml"), "--log-level", "warn"]
+
+
+@contextmanager
+def held(purpose: str) -> Iterator[int]:
+    """Hold the store while the block runs. Raises cache.Busy."""
+    handle = take_lock(purpose)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def take_lock(purpose: str) -> int:
