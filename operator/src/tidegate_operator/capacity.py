@@ -1,0 +1,568 @@
+"""The performance maths of one replica: latency at a load, the largest load under the targets, the best settings.
+
+Pure. Steady state of continuous batching: a step carries every running decode and the prefill chunks of the prompts
+being read in (`Load`); queueing is approximated (`_waits`). Everything rises with the load, so the largest one is found
+by bisection. Works on the joint mix, cell by cell, never on one mean length. Called by `policy` and `tuning`.
+
+Formulas (rate λ of one replica, step time t, Σ over cells weighted by share, D decode steps, P prompt tokens):
+decodes in a step N = λ·D·t; prefills in progress n = λ·t·Σ max(1, isl/chunk); share of steps with prefill q = 1 - e^-n;
+t = q·step(N, λ·P·t/q) + (1 - q)·step(N, 0). Slots: min(max_num_seqs, KV pool / KV of a sequence).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tidegate_engine.settings import BatchSettings, Envelope
+from tidegate_engine.steptime import StepModel, StepShape
+from tidegate_operator.mix import Mix
+from tidegate_operator.observation import Bottleneck, EngineInfo
+
+MISSED_SHARE = 0.05
+"""Targets are for the 95th percentile."""
+Z95 = 1.645
+MAX_UTILISATION = 0.95
+KV_RESERVE = 1.1
+"""KV of a sequence counts for this much more, since admission must not lead to preemptions."""
+MIXED_STEPS_IGNORED, MIXED_STEPS_DECISIVE = 0.03, 0.08
+"""Below the first share of steps with prefill the 95th percentile of the ITL does not see them, above the second it
+does."""
+STALL_FACTOR = 2
+"""No step, however rare, may last longer than this multiple of the ITL target: a percentile alone would allow it."""
+SMALLEST_RATE_SHARE = 0.02
+IDLE_RATE = 1e-6
+UNREACHABLE_SLACK = 1.5
+"""A target that even a nearly idle replica misses is replaced by this multiple of what that replica reaches."""
+SIZE_BIAS = 0.005
+"""A doubling of a setting must buy at least this share of the rate: small batches keep bursts harmless."""
+FULL_BATCH_EXPONENT = 0.5
+"""Weight of the ITL with every slot taken, against the rate."""
+RATE_KEPT = 0.95
+"""Settings that keep this share of the largest rate may be chosen for being safer in an overload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Goals for the 95th percentiles, in seconds; None = no goal."""
+
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+    queue_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Requests of one cell: share, prompt tokens to compute (after the prefix cache), whole prompt, decode steps."""
+
+    share: float
+    prefill_tokens: float
+    isl: float
+    decode_steps: float
+    attention: float
+    mean_context: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One replica and what is asked of it."""
+
+    step: StepModel
+    kv_tokens: float
+    """KV pool; infinite when unknown."""
+    kinds: tuple[Kind, ...]
+    targets: Targets
+    kv_slack_tokens: float = 0.0
+    """KV lost by a sequence in its last, half-filled block."""
+
+    @cached_property
+    def prefill_tokens(self) -> float:
+        return sum(kind.share * kind.prefill_tokens for kind in self.kinds)
+
+    @cached_property
+    def prefill_square_tokens(self) -> float:
+        return sum(kind.share * kind.prefill_tokens**2 for kind in self.kinds)
+
+    @cached_property
+    def decode_steps(self) -> float:
+        return sum(kind.share * kind.decode_steps for kind in self.kinds)
+
+    @cached_property
+    def attention(self) -> float:
+        return sum(kind.share * kind.attention for kind in self.kinds)
+
+    @cached_property
+    def decode_kv(self) -> float:
+        """Σ of the contexts over the decode steps of a request, in token-steps."""
+        return sum(kind.share * kind.decode_steps * kind.mean_context for kind in self.kinds)
+
+    @cached_property
+    def decode_square_steps(self) -> float:
+        return sum(kind.share * kind.decode_steps**2 for kind in self.kinds)
+
+    @cached_property
+    def context(self) -> float:
+        """Mean context of a decode step."""
+        return self.decode_kv / self.decode_steps if self.decode_steps else 0.0
+
+    @cached_property
+    def marginal_seconds(self) -> float:
+        """What one more request costs when the fixed part of a step is shared by many: 1 / it bounds the rate."""
+        step = self.step
+        return (
+            step.token_seconds * (self.prefill_tokens + self.decode_steps)
+            + step.kv_token_seconds * self.decode_kv
+            + step.sequence_seconds * (self.decode_steps + 1)
+            + step.attention_seconds * self.attention
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The steady state at a rate."""
+
+    rate: float
+    step_seconds: float
+    decoding: float
+    prefilling: float
+    mixed_share: float
+    chunk_tokens: float
+    slots: float
+    slots_by_kv: bool
+    budget_tokens: float
+    """Prefill tokens that fit in a step beside the decodes."""
+    prefill_utilisation: float
+    slot_utilisation: float
+    kv_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What requests will see. All None when the load cannot be carried."""
+
+    ttft_p95_seconds: float | None
+    itl_p95_seconds: float | None
+    queue_p95_seconds: float | None
+    running: float | None
+    kv_used_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest rate of one replica under the targets, and what limits it."""
+
+    requests_per_second: float
+    bottleneck: Bottleneck
+    unreachable: tuple[str, ...]
+    """Targets that an idle replica misses already (`ttft`, `itl`, `queue`); they were relaxed for the rate."""
+    idle_ttft_seconds: float
+    idle_itl_seconds: float
+
+
+def scenario(model: StepModel, engine: EngineInfo, *, mix: Mix, targets: Targets) -> Scenario | None:
+    """The maths' input; None when the mix is empty."""
+    if not mix.cells:
+        return None
+    kinds = tuple(
+        Kind(
+            share=cell.share,
+            prefill_tokens=max(1.0, cell.isl * (1 - mix.cached_ratio)),
+            isl=cell.isl,
+            decode_steps=max(0.0, cell.osl - 1),
+            attention=cell.isl**2 * (1 - mix.cached_ratio**2) / 2,
+            mean_context=cell.isl + cell.osl / 2,
+        )
+        for cell in mix.cells
+    )
+    pool = engine.kv_blocks * engine.block_tokens
+    return Scenario(
+        step=model,
+        kv_tokens=float(pool) if pool > 0 else math.inf,
+        kinds=kinds,
+        targets=targets,
+        kv_slack_tokens=engine.block_tokens / 2,
+    )
+
+
+def _step_seconds(scene: Scenario, *, decoding: float, prefill: float, attention: float, prefills: float) -> float:
+    shape = StepShape(
+        tokens=decoding + prefill,
+        decode_kv_tokens=decoding * scene.context,
+        sequences=decoding + prefills,
+        prefill_attention=attention,
+        has_prefill=prefill > 0,
+    )
+    return scene.step.seconds(shape)
+
+
+def _chunks(scene: Scenario, chunk: float) -> float:
+    return sum(kind.share * max(1.0, kind.prefill_tokens / chunk) for kind in scene.kinds)
+
+
+def load_at(scene: Scenario, settings: BatchSettings, rate: float) -> Load | None:
+    """The steady state at `rate` requests/s, or None when the queue would grow without end."""
+    base = _step_seconds(scene, decoding=0, prefill=0, attention=0, prefills=0)
+    base = max(base, 1e-6)
+    step = base
+    decoding = prefilling = mixed = chunk = budget = 0.0
+    for _ in range(40):
+        decoding = rate * scene.decode_steps * step
+        budget = settings.max_num_batched_tokens - decoding
+        if decoding > settings.max_num_seqs or budget < 1:
+            return None
+        chunk = min(float(settings.long_prefill_token_threshold), budget)
+        prefilling = rate * step * _chunks(scene, chunk)
+        mixed = -math.expm1(-prefilling)
+        filled = _step_seconds(
+            scene,
+            decoding=decoding,
+            prefill=rate * scene.prefill_tokens * step / mixed,
+            attention=rate * scene.attention * step / mixed,
+            prefills=prefilling / mixed,
+        )
+        bare = _step_seconds(scene, decoding=decoding, prefill=0, attention=0, prefills=0)
+        after = mixed * filled + (1 - mixed) * bare
+        slope = (after - base) / step
+        if slope >= 1:
+            return None
+        following = base / (1 - slope)
+        if abs(following - step) <= 5e-4 * step:
+            break
+        step = following
+    held = (
+        rate
+        * step
+        * (
+            scene.decode_kv
+            + sum(kind.share * max(1.0, kind.prefill_tokens / chunk) * kind.isl / 2 for kind in scene.kinds)
+        )
+    )
+    sequences = decoding + prefilling
+    kv = held + sequences * scene.kv_slack_tokens
+    slots = float(settings.max_num_seqs)
+    kv_slots = scene.kv_tokens / (KV_RESERVE * kv / sequences)
+    full = _step_seconds(
+        scene,
+        decoding=decoding,
+        prefill=budget,
+        attention=budget * scene.attention / scene.prefill_tokens,
+        prefills=max(1.0, prefilling),
+    )
+    load = Load(
+        rate=rate,
+        step_seconds=step,
+        decoding=decoding,
+        prefilling=prefilling,
+        mixed_share=mixed,
+        chunk_tokens=chunk,
+        slots=max(1.0, min(slots, kv_slots)),
+        slots_by_kv=kv_slots < slots,
+        budget_tokens=budget,
+        prefill_utilisation=rate * scene.prefill_tokens * full / budget,
+        slot_utilisation=sequences / min(slots, kv_slots),
+        kv_tokens=kv,
+    )
+    return load if max(load.prefill_utilisation, load.slot_utilisation) < MAX_UTILISATION else None
+
+
+def _waits(scene: Scenario, load: Load) -> tuple[tuple[float, float], ...]:
+    """Queues before the first step as (chance to wait, mean of the wait when there is one), seconds."""
+    slot_chance = load.slot_utilisation ** (math.sqrt(2 * (load.slots + 1)) - 1)
+    decode = scene.decode_steps
+    spread = scene.decode_square_steps / decode**2 if decode else 1.0
+    stay = (load.decoding + load.prefilling) / load.rate
+    slot_mean = stay * spread / 2 / (load.slots * (1 - load.slot_utilisation))
+    prefill_second = load.prefill_utilisation / load.rate / scene.prefill_tokens
+    prefill_mean = (
+        prefill_second * scene.prefill_square_tokens / (2 * scene.prefill_tokens) / (1 - load.prefill_utilisation)
+    )
+    # A prompt that finds others in the same step still gets a share of it: only a step that is full makes it wait.
+    share = load.prefilling * load.chunk_tokens / load.budget_tokens
+    prefill_chance = load.prefill_utilisation * min(1.0, share)
+    return (slot_chance, slot_mean), (prefill_chance, prefill_mean)
+
+
+def _tail(waits: tuple[tuple[float, float], ...], seconds: float) -> float:
+    """Chance to wait longer than `seconds`."""
+    if seconds < 0:
+        return 1.0
+    return min(1.0, sum(chance * math.exp(-seconds / mean) if mean > 0 else 0.0 for chance, mean in waits))
+
+
+def _residual_seconds(load: Load) -> float:
+    """What is left, on average, of the step that runs when a request arrives."""
+    return load.step_seconds / 2 * -math.expm1(-(load.decoding + load.prefilling))
+
+
+def _prefill_seconds(scene: Scenario, load: Load) -> list[tuple[float, float]]:
+    """(share, seconds from the first step to the first token) of every kind."""
+    others = load.rate * load.step_seconds
+    times = []
+    for kind in scene.kinds:
+        chunk = min(load.chunk_tokens, kind.prefill_tokens)
+        step = _step_seconds(
+            scene,
+            decoding=load.decoding,
+            prefill=min(load.budget_tokens, chunk + others * scene.prefill_tokens),
+            attention=chunk * kind.attention / kind.prefill_tokens + others * scene.attention,
+            prefills=1 + load.prefilling,
+        )
+        times.append((kind.share, max(1.0, kind.prefill_tokens / load.chunk_tokens) * step))
+    return times
+
+
+def _missed_ttft(scene: Scenario, load: Load, seconds: float) -> float:
+    """Share of the requests whose first token takes longer than `seconds`."""
+    waits, residual = _waits(scene, load), _residual_seconds(load)
+    return sum(share * _tail(waits, seconds - residual - prefill) for share, prefill in _prefill_seconds(scene, load))
+
+
+def _missed_queue(scene: Scenario, load: Load, seconds: float) -> float:
+    return _tail(_waits(scene, load), seconds - _residual_seconds(load))
+
+
+def _quantile(missed_share: Callable[[Scenario, Load, float], float], *, scene: Scenario, load: Load) -> float:
+    low, high = 0.0, 0.05
+    while missed_share(scene, load, high) > MISSED_SHARE and high < 1e5:
+        low, high = high, high * 2
+    for _ in range(18):
+        middle = (low + high) / 2
+        low, high = (middle, high) if missed_share(scene, load, middle) > MISSED_SHARE else (low, middle)
+    return high
+
+
+def _bare_seconds(scene: Scenario, load: Load) -> float:
+    decoding = load.decoding + Z95 * math.sqrt(load.decoding)
+    return _step_seconds(scene, decoding=decoding, prefill=0, attention=0, prefills=0)
+
+
+def _load_mixed_seconds(scene: Scenario, load: Load) -> float:
+    return _mixed_seconds(
+        scene,
+        decoding=load.decoding,
+        prefilling=load.prefilling,
+        chunk=load.chunk_tokens,
+        budget=load.budget_tokens,
+    )
+
+
+def _itl_p95(scene: Scenario, load: Load) -> float:
+    bare = _bare_seconds(scene, load)
+    weight = (load.mixed_share - MIXED_STEPS_IGNORED) / (MIXED_STEPS_DECISIVE - MIXED_STEPS_IGNORED)
+    if weight <= 0:
+        return bare
+    return max(bare, bare + min(1.0, weight) * (_load_mixed_seconds(scene, load) - bare))
+
+
+def _itl_held(scene: Scenario, load: Load) -> float:
+    """What the ITL target is held against."""
+    return max(_itl_p95(scene, load), _load_mixed_seconds(scene, load) / STALL_FACTOR)
+
+
+def _mixed_seconds(scene: Scenario, *, decoding: float, prefilling: float, chunk: float, budget: float) -> float:
+    """Duration of a step with an unusually large (95th percentile) share of prefill."""
+    many = max(1.0, prefilling + Z95 * math.sqrt(prefilling))
+    typical = sum(kind.share * kind.prefill_tokens * min(chunk, kind.prefill_tokens) for kind in scene.kinds)
+    prefill = min(budget, many * typical / scene.prefill_tokens)
+    return _step_seconds(
+        scene,
+        decoding=decoding,
+        prefill=prefill,
+        attention=prefill * scene.attention / scene.prefill_tokens,
+        prefills=many,
+    )
+
+
+def full_batch_itl_seconds(scene: Scenario, settings: BatchSettings) -> float:
+    """ITL with every slot taken, as in an overload: prompts enter as fast as decodes make room for them."""
+    sequence_kv = KV_RESERVE * (scene.context + scene.kv_slack_tokens) or 1.0
+    decoding = min(float(settings.max_num_seqs), scene.kv_tokens / sequence_kv)
+    budget = max(1.0, settings.max_num_batched_tokens - decoding)
+    chunk = min(float(settings.long_prefill_token_threshold), budget)
+    starting = decoding / max(1.0, scene.decode_steps)
+    return _mixed_seconds(
+        scene, decoding=decoding, prefilling=starting * _chunks(scene, chunk), chunk=chunk, budget=budget
+    )
+
+
+def predict(scene: Scenario, settings: BatchSettings, rate: float) -> Prediction:
+    """Latencies at `rate` requests/s on one replica."""
+    load = load_at(scene, settings, max(rate, IDLE_RATE))
+    if load is None:
+        return Prediction(None, None, None, None, None)
+    return Prediction(
+        ttft_p95_seconds=_quantile(_missed_ttft, scene=scene, load=load),
+        itl_p95_seconds=_itl_p95(scene, load) if scene.decode_steps else None,
+        queue_p95_seconds=_quantile(_missed_queue, scene=scene, load=load),
+        running=load.decoding + load.prefilling,
+        kv_used_ratio=load.kv_tokens / scene.kv_tokens,
+    )
+
+
+def attainment(scene: Scenario, settings: BatchSettings, rate: float) -> float:
+    """Share of the requests that meet the TTFT target at `rate`; 0 when the load cannot be carried."""
+    load = load_at(scene, settings, max(rate, IDLE_RATE))
+    if load is None:
+        return 0.0
+    target = scene.targets.ttft_seconds
+    return 1.0 if target is None else 1.0 - _missed_ttft(scene, load, target)
+
+
+def _meets(scene: Scenario, settings: BatchSettings, rate: float) -> bool:
+    load = load_at(scene, settings, rate)
+    if load is None:
+        return False
+    targets = scene.targets
+    return (
+        (targets.itl_seconds is None or scene.decode_steps == 0 or _itl_held(scene, load) <= targets.itl_seconds)
+        and (targets.ttft_seconds is None or _missed_ttft(scene, load, targets.ttft_seconds) <= MISSED_SHARE)
+        and (targets.queue_seconds is None or _missed_queue(scene, load, targets.queue_seconds) <= MISSED_SHARE)
+    )
+
+
+def _largest_rate(scene: Scenario, settings: BatchSettings, *, low: float) -> float:
+    """Bisection between `low`, which must do, and the bound of the marginal cost."""
+    high = _rate_bound(scene)
+    while high - low > 0.004 * high:
+        middle = math.sqrt(low * high) if low > 0.01 * high else (low + high) / 2
+        low, high = (middle, high) if _meets(scene, settings, middle) else (low, middle)
+    return low
+
+
+def _rate_bound(scene: Scenario) -> float:
+    return 1 / max(scene.marginal_seconds, 1e-9)
+
+
+def _relaxed(scene: Scenario, settings: BatchSettings) -> tuple[Scenario, dict[str, float]]:
+    """The scenario with the targets that an idle replica misses put within reach, and by how much it misses them."""
+    load = load_at(scene, settings, SMALLEST_RATE_SHARE * _rate_bound(scene))
+    targets = scene.targets
+    if load is None:
+        return scene, {}
+    reached = {
+        "ttft": (targets.ttft_seconds, _quantile(_missed_ttft, scene=scene, load=load)),
+        "itl": (targets.itl_seconds if scene.decode_steps else None, _itl_held(scene, load)),
+        "queue": (targets.queue_seconds, _quantile(_missed_queue, scene=scene, load=load)),
+    }
+    missed = {name: value / target for name, (target, value) in reached.items() if target and value > target}
+    changes = {f"{name}_seconds": reached[name][1] * UNREACHABLE_SLACK for name in missed}
+    return replace(scene, targets=replace(targets, **changes)), missed
+
+
+def capacity_of(scene: Scenario, settings: BatchSettings) -> Capacity:
+    """The largest rate under the targets. Targets out of reach are relaxed and named in the result."""
+    smallest = SMALLEST_RATE_SHARE * _rate_bound(scene)
+    reachable, missed = (scene, {}) if _meets(scene, settings, smallest) else _relaxed(scene, settings)
+    rate = _largest_rate(reachable, settings, low=smallest) if _meets(reachable, settings, smallest) else 0.0
+    idle = load_at(scene, settings, min(rate, smallest) or IDLE_RATE)
+    return Capacity(
+        requests_per_second=rate,
+        bottleneck=_bottleneck(reachable, settings, rate),
+        unreachable=tuple(missed),
+        idle_ttft_seconds=_quantile(_missed_ttft, scene=scene, load=idle) if idle else math.inf,
+        idle_itl_seconds=_itl_p95(scene, idle) if idle else math.inf,
+    )
+
+
+def _worth(scene: Scenario, settings: BatchSettings) -> float:
+    """What a request/s counts under these settings: less when a full batch breaks the ITL target, or for size."""
+    target = scene.targets.itl_seconds
+    size = math.log2(settings.max_num_seqs * settings.max_num_batched_tokens)
+    # Small chunks smooth the ITL; where that has no goal, prompts are better read in whole, one after the other.
+    size += math.log2(settings.long_prefill_token_threshold) * (0.5 if target else -0.5)
+    excess = 1.0 if target is None or not scene.decode_steps else full_batch_itl_seconds(scene, settings) / target
+    return (1 - SIZE_BIAS * size) / math.pow(max(1.0, excess), FULL_BATCH_EXPONENT)
+
+
+def _bottleneck(scene: Scenario, settings: BatchSettings, rate: float) -> Bottleneck:
+    """What the time goes into at that rate: waiting for a slot or for KV, reading prompts in, or decoding."""
+    load = load_at(scene, settings, rate) if rate > 0 else None
+    if load is None:
+        return Bottleneck.NONE
+    if load.slot_utilisation > 0.7 and load.slot_utilisation > load.prefill_utilisation:
+        return Bottleneck.KV if load.slots_by_kv else Bottleneck.QUEUE
+    step = scene.step
+    prefill = step.token_seconds * scene.prefill_tokens + step.attention_seconds * scene.attention
+    decode = (
+        step.token_seconds * scene.decode_steps
+        + step.kv_token_seconds * scene.decode_kv
+        + step.sequence_seconds * scene.decode_steps
+    )
+    return Bottleneck.PREFILL if prefill > decode else Bottleneck.DECODE
+
+
+def _ladder(bounds: tuple[int, int], *, multiple: int, steps_per_doubling: int) -> tuple[int, ...]:
+    """The ends and geometric steps between them, at round numbers."""
+    low, high = bounds
+    values = {low, high}
+    exponent = 0
+    while (value := 2 ** (exponent / steps_per_doubling)) < high:
+        rounded = round_to(value, multiple=multiple)
+        if low < rounded < high:
+            values.add(rounded)
+        exponent += 1
+    return tuple(sorted(values))
+
+
+def round_to(value: float, *, multiple: int) -> int:
+    """`value` at a round number: a multiple when it is large against it."""
+    return max(1, round(value)) if value < 2 * multiple else round(value / multiple) * multiple
+
+
+SEQUENCE_MULTIPLE = 8
+TOKEN_MULTIPLE = 64
+
+
+def candidates(envelope: Envelope) -> Iterator[BatchSettings]:
+    """Settings worth a look, within the envelope and its cross-field rule."""
+    chunks = _ladder(envelope.long_prefill_token_threshold, multiple=TOKEN_MULTIPLE, steps_per_doubling=1)
+    for tokens in _ladder(envelope.max_num_batched_tokens, multiple=TOKEN_MULTIPLE, steps_per_doubling=2):
+        for sequences in _ladder(envelope.max_num_seqs, multiple=SEQUENCE_MULTIPLE, steps_per_doubling=2):
+            if sequences <= tokens:
+                yield from (
+                    BatchSettings(sequences, tokens, chunk) for chunk in chunks if chunk <= max(tokens, chunks[0])
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best settings beside the present ones."""
+
+    settings: BatchSettings
+    capacity: Capacity
+    present: Capacity
+    gain_ratio: float
+    """Score of the best over that of the present settings; 1 when the present ones are the best."""
+
+
+def best_settings(scene: Scenario, envelope: Envelope, *, present: BatchSettings) -> Plan:
+    """The settings with the largest rate under the targets; `present` stay unless others score higher."""
+    settings_list = list(candidates(envelope))
+    smallest = SMALLEST_RATE_SHARE * _rate_bound(scene)
+    reachable = scene
+    if not any(_meets(scene, settings, smallest) for settings in (present, *settings_list)):
+        corners = {settings_list[0], settings_list[-1], present, settings_list[len(settings_list) // 2]}
+        ordered = sorted(corners, key=lambda settings: tuple(settings.as_dict().values()))
+        relaxed = [_relaxed(scene, settings) for settings in ordered]
+        reachable = min(relaxed, key=lambda item: math.prod(item[1].values()) if item[1] else math.inf)[0]
+    largest = smallest
+    for settings in (present, *settings_list):
+        if largest < _rate_bound(scene) and _meets(reachable, settings, largest):
+            largest = _largest_rate(reachable, settings, low=largest)
+    enough = max(smallest, RATE_KEPT * largest)
+    by_worth = sorted((present, *settings_list), key=lambda settings: -_worth(scene, settings))
+    best = next((settings for settings in by_worth if _meets(reachable, settings, enough)), present)
+    present_score, score = (_score(scene, reachable, settings) for settings in (present, best))
+    return Plan(
+        settings=best,
+        capacity=capacity_of(scene, best),
+        present=capacity_of(scene, present),
+        gain_ratio=1.0 if best == present else score / present_score if present_score > 0 else math.inf,
+    )
+
+
+def _score(scene: Scenario, reachable: Scenario, settings: BatchSettings) -> float:
+    smallest = SMALLEST_RATE_SHARE * _rate_bound(scene)
+    if not _meets(reachable, settings, smallest):
+        return 0.0
+    return _largest_rate(reachable, settings, low=smallest) * _worth(scene, settings)

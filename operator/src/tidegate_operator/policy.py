@@ -1,0 +1,649 @@
+"""The scaling rules: `decide` turns what was asked, seen and remembered into replicas, settings, and the reason why.
+
+Pure. Rules are small functions in a fixed order, context in, context out; the first that moved the number names the
+reason, those that held it back stand in `bounded_by`. Called by `reconcile`; `tuning` chooses the settings first.
+
+With a known step model: wanted = ceil((arrivals + backlog / drain time) / (capacity of a replica under the targets x
+correction x (1 - headroom))). Before any pod has told its step model, capacity is unknown and the rules are reactive:
+more replicas by the ratio of the worst observed signal to its target, one step a start time; one fewer when the rest
+would stay under half of every target. Unknown is never zero: only fresh data of every pod takes a replica away.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
+from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.memory import (
+    Memory,
+    Scale,
+    Want,
+    buckets_for,
+    dump_memory,
+    forget_unlanded_scale,
+    forget_wants,
+    load_memory,
+    remember_scale,
+    remember_want,
+    wants_within,
+)
+from tidegate_operator.mix import Mix, estimate_mix, pattern_shares
+from tidegate_operator.observation import (
+    Action,
+    Bottleneck,
+    Decision,
+    Demand,
+    MetricsState,
+    Observation,
+    ReplicaPhase,
+)
+from tidegate_operator.tuning import Tuning, significant, tune
+
+STARTING_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.PULLING, ReplicaPhase.LOADING)
+STUCK_PHASES = (ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED)
+WITHDRAW_SECONDS = 300
+"""A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
+UNKNOWN_START_SECONDS = 30
+SHORTEST_DRAIN_SECONDS = 10
+FULL_SLOTS = 0.9
+FULL_KV = 0.8
+REACTIVE_DOWN_PRESSURE = 0.5
+CORRECTION_FLOOR = 0.4
+CORRECTION_STEP = 0.7
+CORRECTION_LIFE_SECONDS = 1800
+FEEDBACK_REQUESTS = 20
+FEEDBACK_MISS_RATIO = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the rules pass on. `replicas` is the answer so far."""
+
+    spec: Spec
+    observation: Observation
+    memory: Memory
+    tuning: Tuning
+    mix: Mix
+    scene: Scenario | None
+    capacity: Capacity | None
+    replicas: int
+    wanted: int | None = None
+    want_up: int | None = None
+    """Needed when unseen replicas idle and the settings reach their aim: a reason to add."""
+    want_down: int | None = None
+    """Needed when unseen replicas are full, with a margin: more than this may go."""
+    reason: str = "AsWanted"
+    message: str = ""
+    bounded_by: tuple[str, ...] = ()
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    final: bool = False
+    """Whether the rules that follow, but for the bounds, are skipped."""
+
+    @property
+    def current(self) -> int:
+        return self.observation.current_replicas
+
+    @property
+    def now(self) -> float:
+        return self.observation.now
+
+
+Rule = Callable[[Context], Context]
+
+
+def decide(spec: Spec, observation: Observation, memory: Mapping[str, object]) -> Decision:
+    """Choose replicas and settings. Same input, same answer; `Decision.memory` is the next call's `memory`."""
+    context = begin(spec, observation, load_memory(memory))
+    for rule in RULES:
+        if not context.final or rule in ALWAYS:
+            context = rule(context)
+    return conclude(context)
+
+
+def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
+    """Read the data, choose the settings, and work out the capacity under them."""
+    memory = forget_unlanded_scale(memory, current=observation.current_replicas)
+    fresh = has_fresh_data(observation)
+    mix = Mix(0.0, ())
+    scene = None
+    engine = observation.engine
+    if fresh and observation.demand is not None:
+        mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
+        if engine is not None and engine.step_model is not None:
+            scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
+    tuning = tune(spec, observation, memory=memory, scene=scene, active=fresh and not spec.autoscaling.paused)
+    return Context(
+        spec=spec,
+        observation=observation,
+        memory=tuning.memory,
+        tuning=tuning,
+        mix=mix,
+        scene=scene,
+        capacity=capacity_of(scene, tuning.settings) if scene else None,
+        replicas=observation.current_replicas,
+    )
+
+
+def targets_of(spec: Spec) -> Targets:
+    goals = spec.objectives
+    return Targets(
+        ttft_seconds=goals.ttft.seconds if goals.ttft else None,
+        itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
+        queue_seconds=goals.queue_time.seconds if goals.queue_time else None,
+    )
+
+
+def has_fresh_data(observation: Observation) -> bool:
+    """Whether the window may be acted on: fresh, of at least one pod, and all its figures are numbers."""
+    demand = observation.demand
+    if observation.metrics_state != MetricsState.FRESH or demand is None or demand.pods_covered <= 0:
+        return False
+    figures = (
+        demand.running,
+        demand.waiting,
+        *demand.arrivals_per_second.values(),
+        *demand.finished_per_second.values(),
+    )
+    return all(math.isfinite(figure) and figure >= 0 for figure in figures)
+
+
+# --- who decides -----------------------------------------------------------------------------------------------------
+
+
+def let_others_decide(context: Context) -> Context:
+    """Modes Off and External: the object's replicas hold."""
+    mode = context.spec.autoscaling.mode
+    if mode not in (ScalingMode.OFF, ScalingMode.EXTERNAL):
+        return context
+    given = context.observation.spec_replicas
+    replicas = context.spec.fixed_replicas() if given is None else given
+    reason = "ScalingOff" if mode == ScalingMode.OFF else "ScaledByOthers"
+    message = f"{replicas} replicas as the object says (autoscaling.mode {mode})"
+    return replace(context, replicas=replicas, reason=reason, message=message, final=True)
+
+
+def stand_still_when_paused(context: Context) -> Context:
+    if not context.spec.autoscaling.paused or context.current == 0:
+        return context
+    message = f"autoscaling is paused; {context.current} replicas stay"
+    return replace(context, reason="ScalingPaused", message=message, final=True)
+
+
+def start_with_minimum(context: Context) -> Context:
+    """No replica is asked for yet: begin with the fewest allowed."""
+    if context.current > 0:
+        return context
+    low, _ = context.spec.replica_bounds()
+    return replace(
+        context, replicas=low, reason="FirstReplicas", message=f"starting with minReplicas {low}", final=True
+    )
+
+
+def hold_without_metrics(context: Context) -> Context:
+    """Unknown is not zero: without fresh data replicas stay, or rise to the fallback."""
+    observation, memory = context.observation, context.memory
+    if has_fresh_data(observation):
+        return replace(context, memory=replace(memory, missing_since=None))
+    if observation.count(ReplicaPhase.READY) == 0:
+        message = "no replica is ready yet, so there is nothing to measure"
+        return replace(context, memory=forget_wants(memory), reason="WaitingForReplicas", message=message, final=True)
+    since = context.now if memory.missing_since is None else memory.missing_since
+    context = replace(context, memory=replace(forget_wants(memory), missing_since=since), final=True)
+    on_missing = context.spec.metrics.on_missing
+    stale = observation.metrics_state == MetricsState.STALE
+    reason = "MetricsStale" if stale else "MetricsMissing"
+    detail = f": {observation.metrics_message}" if observation.metrics_message else ""
+    if on_missing.policy == OnMissingPolicy.FALLBACK and context.now - since >= on_missing.hold_seconds:
+        replicas = max(context.current, on_missing.fallback_replicas or 0)
+        message = f"no fresh metrics for {on_missing.hold_seconds} s; at least {replicas} replicas{detail}"
+        return replace(context, replicas=replicas, reason=f"{reason}Fallback", message=message)
+    return replace(context, reason=reason, message=f"no fresh metrics; {context.current} replicas stay{detail}")
+
+
+# --- what is needed --------------------------------------------------------------------------------------------------
+
+
+def correct_by_measurement(context: Context) -> Context:
+    """SLO feedback: where targets are missed though the model sees enough replicas, believe less of its capacity."""
+    demand, capacity, memory = context.observation.demand, context.capacity, context.memory
+    if demand is None or capacity is None:
+        return context
+    now = context.now
+    if memory.corrected_at is not None and now - memory.corrected_at >= CORRECTION_LIFE_SECONDS:
+        memory = replace(memory, correction=1.0, corrected_at=None)
+        context = replace(context, memory=memory)
+    stamps = [memory.last_scale_at, memory.changed_at, memory.corrected_at, *_ready_times(context.observation)]
+    settled = all(stamp is None or now - stamp >= demand.window_seconds for stamp in stamps)
+    enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
+    if not settled or not enough or credited(context.spec, context.observation):
+        return context
+    miss = worst_ratio(context.spec, demand, without=capacity.unreachable)
+    estimate = needs(context, demand, capacity)
+    if miss <= FEEDBACK_MISS_RATIO or estimate.up > context.current or memory.correction <= CORRECTION_FLOOR:
+        return context
+    # As far down as makes one replica more than there are the answer, in bounded steps.
+    correction = significant(max(CORRECTION_FLOOR, memory.correction * max(CORRECTION_STEP, 1 / miss)))
+    return replace(context, memory=replace(memory, correction=correction, corrected_at=now))
+
+
+def _ready_times(observation: Observation) -> list[float]:
+    return [replica.ready_at for replica in observation.replicas if replica.ready_at is not None]
+
+
+def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> float:
+    """The worst observed 95th percentile over its target; 0 when there is no target or nothing was observed."""
+    targets = targets_of(spec)
+    pairs = {
+        "ttft": (demand.ttft_p95_seconds, targets.ttft_seconds),
+        "itl": (demand.itl_p95_seconds, targets.itl_seconds),
+        "queue": (demand.queue_p95_seconds, targets.queue_seconds),
+    }
+    ratios = [seen / goal for name, (seen, goal) in pairs.items() if seen is not None and goal and name not in without]
+    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Replicas needed, as the two directions see it, and the figures behind."""
+
+    up: int
+    down: int
+    inputs: Mapping[str, float]
+
+
+def needs(context: Context, demand: Demand, capacity: Capacity) -> Needs:
+    """Replicas for the arriving work and the backlog, by the capacity of one replica."""
+    spec, observation, memory = context.spec, context.observation, context.memory
+    arrivals = sum(demand.arrivals_per_second.values())
+    drain = drain_seconds(spec, observation)
+    backlog = max(0.0, demand.waiting - arrivals * allowed_wait_seconds(spec)) / drain
+    keep = 1 - spec.autoscaling.headroom_percent / 100
+    usable = max(1e-6, capacity.requests_per_second * memory.correction * keep)
+    aim = context.tuning.plan.capacity.requests_per_second if context.tuning.plan and context.tuning.reason else 0.0
+    usable_up = max(usable, aim * memory.correction * keep)
+    behavior = spec.autoscaling.behavior
+    load = arrivals + backlog
+    ratio = load / usable_up / max(1, context.current)
+    up = math.ceil(load / usable_up - 1e-9) if ratio > 1 + behavior.scale_up.tolerance_percent / 100 else 0
+    unseen = max(0, observation.count(ReplicaPhase.READY) - demand.pods_covered)
+    margin = 1 - min(90, behavior.scale_down.tolerance_percent) / 100
+    down = max(math.ceil((load + unseen * usable) / (usable * margin) - 1e-9), replicas_to_fit(context, demand))
+    inputs = {
+        "arrivalsPerSecond": arrivals,
+        "backlogPerSecond": backlog,
+        "capacityPerReplica": capacity.requests_per_second,
+        "correction": memory.correction,
+        "headroomPercent": float(spec.autoscaling.headroom_percent),
+        "unseenReplicas": float(unseen),
+        "drainSeconds": drain,
+        "needed": load / usable,
+    }
+    return Needs(up=max(1, up), down=max(1, down), inputs=inputs)
+
+
+def drain_seconds(spec: Spec, observation: Observation) -> float:
+    """Time in which the backlog shall be gone; new replicas cannot help sooner than they start."""
+    queue = spec.objectives.queue_time or spec.objectives.ttft
+    start = min(observation.start_seconds or 0.0, 120.0)
+    return max(queue.seconds if queue else 0.0, start, SHORTEST_DRAIN_SECONDS)
+
+
+def allowed_wait_seconds(spec: Spec) -> float:
+    """Waiting that is no backlog: requests within their queue target."""
+    queue = spec.objectives.queue_time or spec.objectives.ttft
+    return queue.seconds if queue else 1.0
+
+
+def replicas_to_fit(context: Context, demand: Demand) -> int:
+    """Consolidation: what runs now must find slots and KV in the replicas that stay."""
+    slots = FULL_SLOTS * context.tuning.settings.max_num_seqs
+    counts = [demand.running / slots]
+    engine = context.observation.engine
+    if engine is not None and engine.kv_blocks > 0:
+        counts.append(demand.running_context_tokens / (FULL_KV * engine.kv_blocks * engine.block_tokens))
+    return math.ceil(max(counts) - 1e-9)
+
+
+def need_by_model(context: Context) -> Context:
+    """Demand over capacity."""
+    demand, capacity = context.observation.demand, context.capacity
+    if demand is None or capacity is None or capacity.requests_per_second <= 0:
+        return context
+    found = needs(context, demand, capacity)
+    wanted = found.up if found.up > context.current else min(found.down, context.current)
+    figures = found.inputs
+    corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
+    message = (
+        f"({figures['arrivalsPerSecond']:.3g} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
+        f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
+        f" less {figures['headroomPercent']:.0f} % headroom = {figures['needed']:.2f} replicas"
+    )
+    if capacity.unreachable:
+        message += f"; no number of replicas reaches the target for {', '.join(capacity.unreachable)}"
+    return replace(
+        context,
+        wanted=wanted,
+        want_up=found.up,
+        want_down=found.down,
+        inputs=figures,
+        message=message,
+    )
+
+
+def need_when_idle(context: Context) -> Context:
+    """Nothing arrives: keep what still runs."""
+    demand = context.observation.demand
+    if context.want_up is not None or demand is None or context.mix.cells or demand.waiting > 0:
+        return context
+    unseen = max(0, context.observation.count(ReplicaPhase.READY) - demand.pods_covered)
+    down = max(1, replicas_to_fit(context, demand) + unseen)
+    message = f"nothing arrives; {demand.running:.0f} requests run"
+    return replace(context, wanted=min(down, context.current), want_up=1, want_down=down, message=message)
+
+
+def need_by_reaction(context: Context) -> Context:
+    """No capacity known: follow the observed signals."""
+    demand, current = context.observation.demand, context.current
+    if context.want_up is not None or demand is None:
+        return context
+    ready = max(1, context.observation.count(ReplicaPhase.READY))
+    pressure = {
+        "targets": worst_ratio(context.spec, demand),
+        "waiting": demand.waiting / max(1.0, 0.25 * ready * context.tuning.settings.max_num_seqs),
+        "slots": demand.running / (FULL_SLOTS * ready * context.tuning.settings.max_num_seqs),
+        "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
+    }
+    worst, signal = max((value, name) for name, value in pressure.items())
+    up = 1
+    tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
+    if worst > tolerance and not credited(context.spec, context.observation):
+        up = max(current + 1, math.ceil(current * min(2.0, worst)))
+    down = current
+    seen_all = demand.pods_covered >= context.observation.count(ReplicaPhase.READY)
+    if current > 1 and seen_all and worst * current / (current - 1) < REACTIVE_DOWN_PRESSURE:
+        down = max(current - 1, replicas_to_fit(context, demand))
+    message = f"capacity is not known yet; {signal} at {worst:.2f} of its limit"
+    return replace(
+        context,
+        wanted=up if up > current else down,
+        want_up=up,
+        want_down=down,
+        message=message,
+        inputs={f"pressure_{name}": value for name, value in pressure.items()},
+    )
+
+
+def credited(spec: Spec, observation: Observation) -> int:
+    """Pods on their way that are still within the time that a start may take."""
+    return sum(
+        replica.phase in STARTING_PHASES and observation.now - replica.created_at <= start_deadline(spec, observation)
+        for replica in observation.replicas
+    )
+
+
+def start_deadline(spec: Spec, observation: Observation) -> float:
+    measured = observation.start_seconds
+    return float(spec.probes.startup_timeout_seconds) if measured is None else 2 * measured + 30
+
+
+# --- from wanted to decided ------------------------------------------------------------------------------------------
+
+
+def move_to_wanted(context: Context) -> Context:
+    """The direction, and the reason for it."""
+    if context.wanted is None or context.wanted == context.current:
+        return replace(context, reason="LoadAsExpected" if context.wanted is not None else context.reason)
+    unseen_only = context.capacity is None and bool(context.mix.cells or _waiting(context))
+    if context.wanted > context.current:
+        backlog = context.inputs.get("backlogPerSecond", 0.0) > context.inputs.get("arrivalsPerSecond", 0.0)
+        reason = "SignalAboveTarget" if unseen_only else "BacklogAboveTarget" if backlog else "DemandAboveCapacity"
+        if context.memory.corrected_at == context.now:
+            reason = "TargetMissed"
+    else:
+        reason = "SignalBelowTarget" if unseen_only else "DemandBelowCapacity"
+    return replace(context, replicas=context.wanted, reason=reason)
+
+
+def _waiting(context: Context) -> bool:
+    return context.observation.demand is not None and context.observation.demand.waiting > 0
+
+
+def stabilise(context: Context) -> Context:
+    """Down only to the most wanted within its window, up only to the least; a window not filled yet holds."""
+    if context.want_up is None or context.want_down is None:
+        return context
+    behavior = context.spec.autoscaling.behavior
+    down_seconds = behavior.scale_down.stabilization_window_seconds
+    up_seconds = behavior.scale_up.stabilization_window_seconds
+    low, high = context.spec.replica_bounds()
+    buckets = buckets_for((down_seconds, up_seconds), sync_seconds=context.spec.autoscaling.sync_period_seconds)
+    want = Want(context.now, min(max(context.want_down, low), high), min(max(context.want_up, low), high))
+    memory = remember_want(context.memory, want, current=context.current, buckets=buckets)
+    context = replace(context, memory=memory)
+    if context.replicas < context.current and down_seconds:
+        most = max(item.most for item in wants_within(memory, now=context.now, seconds=down_seconds))
+        cold = memory.since is None or context.now - memory.since < down_seconds
+        floor = context.current if cold else min(most, context.current)
+        return _bounded(context, max(context.replicas, floor), rule="StabilizationWindow")
+    if context.replicas > context.current and up_seconds:
+        least = min(item.least for item in wants_within(memory, now=context.now, seconds=up_seconds))
+        return _bounded(context, max(context.current, min(context.replicas, least)), rule="StabilizationWindow")
+    return context
+
+
+def wait_for_verification(context: Context) -> Context:
+    """While changed settings are watched, capacity may not move under them."""
+    if context.replicas >= context.current or context.tuning.verifying_until is None:
+        return context
+    return _bounded(context, context.current, rule="SettingsVerification")
+
+
+def limit_speed(context: Context) -> Context:
+    """HPA v2 policies: how much may change within their periods."""
+    behavior, current = context.spec.autoscaling.behavior, context.current
+    if context.replicas > current:
+        start = context.observation.start_seconds or UNKNOWN_START_SECONDS
+        period = max(start, context.spec.autoscaling.sync_period_seconds)
+        limits = [
+            (_at_period_start(context, policy.period_seconds or period), policy)
+            for policy in behavior.scale_up.policies
+        ]
+        allowed = _select(
+            [_raised(base, policy) for base, policy in limits], behavior.scale_up.select_policy, more=max, fewer=min
+        )
+        return _bounded(
+            context, max(current, min(context.replicas, current if allowed is None else allowed)), rule="ScaleUpPolicy"
+        )
+    if context.replicas < current:
+        limits = [
+            (_at_period_start(context, policy.period_seconds or 60), policy) for policy in behavior.scale_down.policies
+        ]
+        allowed = _select(
+            [_lowered(base, policy) for base, policy in limits], behavior.scale_down.select_policy, more=min, fewer=max
+        )
+        return _bounded(
+            context,
+            min(current, max(context.replicas, current if allowed is None else allowed)),
+            rule="ScaleDownPolicy",
+        )
+    return context
+
+
+def _at_period_start(context: Context, period_seconds: float) -> int:
+    recent = [scale for scale in context.memory.scales if scale.at > context.now - period_seconds]
+    return context.current - sum(scale.after - scale.before for scale in recent)
+
+
+def _raised(base: int, policy: ScalingPolicy) -> int:
+    return base + policy.value if policy.type == PolicyType.PODS else math.ceil(base * (1 + policy.value / 100))
+
+
+def _lowered(base: int, policy: ScalingPolicy) -> int:
+    return base - policy.value if policy.type == PolicyType.PODS else int(base * (1 - policy.value / 100))
+
+
+def _select(
+    limits: Sequence[int],
+    choice: SelectPolicy,
+    *,
+    more: Callable[[Sequence[int]], int],
+    fewer: Callable[[Sequence[int]], int],
+) -> int | None:
+    """The limit that counts; None when nothing may change."""
+    if choice == SelectPolicy.DISABLED or not limits:
+        return None
+    return more(limits) if choice == SelectPolicy.MAX else fewer(limits)
+
+
+def ask_for_no_more_than_fits(context: Context) -> Context:
+    """Pods that no node takes: ask for no more, and after a while withdraw all but one of them."""
+    stuck = [replica for replica in context.observation.replicas if replica.phase in STUCK_PHASES]
+    if not stuck:
+        return context
+    overdue = [replica for replica in stuck if context.now - replica.created_at > WITHDRAW_SECONDS]
+    ceiling = context.current - max(0, len(overdue) - 1)
+    low, _ = context.spec.replica_bounds()
+    return _bounded(context, min(context.replicas, max(ceiling, low)), rule="Unschedulable")
+
+
+def keep_bounds(context: Context) -> Context:
+    """minReplicas and maxReplicas, always."""
+    if context.spec.autoscaling.mode != ScalingMode.AUTO or (context.spec.autoscaling.paused and context.current > 0):
+        return context
+    low, high = context.spec.replica_bounds()
+    if context.replicas > high:
+        return _bounded(context, high, rule="MaxReplicas")
+    if context.replicas < low:
+        return _bounded(context, low, rule="MinReplicas")
+    return context
+
+
+def only_observe(context: Context) -> Context:
+    """Mode Observe: say it, do not do it."""
+    if context.spec.autoscaling.mode != ScalingMode.OBSERVE or context.reason == "ScalingPaused":
+        return context
+    given = context.observation.spec_replicas
+    replicas = context.spec.fixed_replicas() if given is None else given
+    low, high = context.spec.replica_bounds()
+    would = min(max(context.replicas, low), high)
+    message = f"would hold {would} replicas: {context.message}"
+    return replace(context, replicas=replicas, reason="ObservingOnly", message=message)
+
+
+def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
+    if replicas == context.replicas:
+        return context
+    context = replace(context, replicas=replicas, bounded_by=(*context.bounded_by, rule))
+    # A move that a rule stopped, or one that only this rule makes, is explained by that rule.
+    direction = (replicas > context.current) - (replicas < context.current)
+    asked = 0 if context.wanted is None else (context.wanted > context.current) - (context.wanted < context.current)
+    return context if direction == asked else replace(context, reason=rule)
+
+
+RULES: tuple[Rule, ...] = (
+    let_others_decide,
+    stand_still_when_paused,
+    start_with_minimum,
+    hold_without_metrics,
+    correct_by_measurement,
+    need_by_model,
+    need_when_idle,
+    need_by_reaction,
+    move_to_wanted,
+    stabilise,
+    wait_for_verification,
+    limit_speed,
+    ask_for_no_more_than_fits,
+    keep_bounds,
+    only_observe,
+)
+ALWAYS: tuple[Rule, ...] = (keep_bounds, only_observe)
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def conclude(context: Context) -> Decision:
+    """Put the decision into words, and remember what the next one needs."""
+    tuning, memory, current = context.tuning, context.memory, context.current
+    scaled = context.replicas != current
+    if scaled and current > 0 and context.spec.autoscaling.mode == ScalingMode.AUTO:
+        memory = remember_scale(
+            memory, Scale(context.now, current, context.replicas), keep_seconds=_longest_period(context)
+        )
+    if scaled:
+        action = Action.SCALE_UP if context.replicas > current else Action.SCALE_DOWN
+    else:
+        action = Action.HOLD if tuning.reason is None else Action.RETUNE
+    reason = tuning.reason if action == Action.RETUNE and tuning.reason else context.reason
+    capacity = context.capacity
+    return Decision(
+        replicas=context.replicas,
+        settings=tuning.settings,
+        settings_generation=tuning.generation,
+        action=action,
+        reason=reason,
+        message=_sentence(context),
+        recheck_after_seconds=_recheck(context),
+        wanted_replicas=context.wanted,
+        bounded_by=context.bounded_by,
+        bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
+        mix=pattern_shares(context.mix, context.spec.patterns()),
+        inputs=_inputs(context),
+        memory=dump_memory(memory),
+    )
+
+
+def _sentence(context: Context) -> str:
+    current, replicas = context.current, context.replicas
+    parts = []
+    if context.tuning.message:
+        parts.append(context.tuning.message)
+    if replicas != current:
+        parts.append(
+            f"{current} → {replicas} replicas: {context.message}" if context.message else f"{replicas} replicas"
+        )
+    elif context.message:
+        parts.append(context.message)
+    if context.bounded_by:
+        parts.append(f"bounded by {', '.join(context.bounded_by)}")
+    return "; ".join(parts) or f"{replicas} replicas"
+
+
+def _inputs(context: Context) -> dict[str, float]:
+    observation, capacity = context.observation, context.capacity
+    figures: dict[str, float] = {
+        **context.inputs,
+        "currentReplicas": float(context.current),
+        "readyReplicas": float(observation.count(ReplicaPhase.READY)),
+        "startingReplicas": float(credited(context.spec, observation)),
+    }
+    if capacity is not None:
+        figures["idleTtftSeconds"] = capacity.idle_ttft_seconds
+        figures["idleItlSeconds"] = capacity.idle_itl_seconds
+        for name in capacity.unreachable:
+            figures[f"unreachable_{name}"] = 1.0
+    for name, value in context.memory.effect.items():
+        figures[f"effect_{name}"] = value
+    trial = context.memory.trial
+    if trial is not None:
+        figures.update({f"trial_predicted_{name}": value for name, value in trial.predicted.items()})
+    aim = context.tuning.aim
+    if aim is not None:
+        figures.update({f"aim_{name}": float(value) for name, value in aim.as_dict().items()})
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def _longest_period(context: Context) -> float:
+    behavior = context.spec.autoscaling.behavior
+    periods = [policy.period_seconds or 0 for policy in (*behavior.scale_up.policies, *behavior.scale_down.policies)]
+    return float(max(*periods, 60, context.observation.start_seconds or 0))
+
+
+def _recheck(context: Context) -> float:
+    period = float(context.spec.autoscaling.sync_period_seconds)
+    until = context.tuning.verifying_until
+    if until is not None and 0 < until - context.now < period:
+        return max(1.0, until - context.now)
+    return period

@@ -1,0 +1,350 @@
+"""Which batch settings hold: the first half of a decision, made of small rules in a fixed order.
+
+Pure. Follows the mix (`capacity.best_settings`) in limited steps, watches every change for `verificationSeconds`, rolls
+it back when the objectives got worse, and numbers each change with a generation that the pods acknowledge. `policy`
+calls `tune` before it chooses replicas, since settings act in seconds and replicas in minutes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope
+from tidegate_operator.api import BatchingMode, Spec
+from tidegate_operator.capacity import (
+    SEQUENCE_MULTIPLE,
+    TOKEN_MULTIPLE,
+    Plan,
+    Scenario,
+    best_settings,
+    capacity_of,
+    predict,
+    round_to,
+)
+from tidegate_operator.memory import Memory, Trial
+from tidegate_operator.observation import Demand, Observation, ReplicaPhase
+
+MIN_GAIN_RATIO = 1.1
+"""Predicted gain below which the settings stay: noise must not move them."""
+MIN_REQUESTS = 10
+"""Requests in the window below which the mix is too thin to act on."""
+SETTLED_TOLERANCE = 0.1
+WORSE_RATIO = 1.2
+MISSED_RATIO = 1.1
+COMPARABLE_LOAD_RATIO = 1.2
+COMPARABLE_MIX_RATIO = 1.3
+COOLDOWN_FACTOR = 10
+WINDOW_SHARE = 0.75
+"""Share of the rate window that must lie after a change before its effect counts as measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The settings half of a decision."""
+
+    settings: BatchSettings
+    generation: int
+    memory: Memory
+    reason: str | None = None
+    """CamelCase; None when nothing changed."""
+    message: str = ""
+    aim: BatchSettings | None = None
+    """Where the steps lead to; None when the present settings stay."""
+    plan: Plan | None = None
+    verifying_until: float | None = None
+
+
+def tune(spec: Spec, observation: Observation, *, memory: Memory, scene: Scenario | None, active: bool) -> Tuning:
+    """Choose the settings. `active`: whether the data is fresh and the operator may act on its own."""
+    tuning = adopt(spec, observation, memory=memory)
+    mode = spec.batching.mode
+    if mode == BatchingMode.FIXED:
+        return hold_fixed(spec, tuning)
+    tuning = clamp(spec.envelope(), tuning)
+    demand = observation.demand
+    if not active or demand is None:
+        return watch_clock(spec, tuning, now=observation.now)
+    tuning = judge_trial(spec, observation, tuning=tuning, demand=demand, scene=scene)
+    if tuning.reason is not None or scene is None or not may_search(observation, tuning, demand=demand):
+        return tuning
+    return follow_mix(spec, observation, tuning=tuning, demand=demand, scene=scene)
+
+
+def adopt(spec: Spec, observation: Observation, *, memory: Memory) -> Tuning:
+    """The settings that hold so far: remembered ones, or newer ones that pods already run, or the object's initial."""
+    settings, generation = memory.settings, memory.generation
+    known = [replica for replica in observation.replicas if replica.settings_generation is not None]
+    newest = max(known, key=lambda replica: replica.settings_generation or 0, default=None)
+    if newest is not None and (newest.settings_generation or 0) > generation:
+        # A change went out, but its record was lost: what the pods run is the truth.
+        generation = newest.settings_generation or 0
+        if newest.settings is not None:
+            settings = newest.settings
+        elif settings is not None:
+            generation += 1
+    if settings is None:
+        settings = spec.initial_settings()
+    generation = max(1, generation)
+    return Tuning(settings, generation, replace(memory, settings=settings, generation=generation))
+
+
+def hold_fixed(spec: Spec, tuning: Tuning) -> Tuning:
+    """Mode Fixed: the object's initial settings hold."""
+    memory = replace(tuning.memory, trial=None, cooldown_until=None, settled=())
+    tuning = replace(tuning, memory=memory)
+    wanted = spec.initial_settings()
+    if wanted == tuning.settings:
+        return tuning
+    return _change(
+        tuning, wanted, reason="SettingsFixed", message=f"batch settings {describe(wanted)} as the object says"
+    )
+
+
+def clamp(envelope: Envelope, tuning: Tuning) -> Tuning:
+    """Settings outside a changed envelope move to its edge."""
+    clamped = within(tuning.settings, envelope)
+    if clamped == tuning.settings:
+        return tuning
+    return _change(
+        tuning, clamped, reason="SettingsClamped", message=f"batch settings {describe(clamped)}: the envelope changed"
+    )
+
+
+def watch_clock(spec: Spec, tuning: Tuning, *, now: float) -> Tuning:
+    """Without fresh data a trial is neither judged nor forgotten; its freeze still ends."""
+    trial = tuning.memory.trial
+    until = None if trial is None else trial.at + spec.batching.verification_seconds
+    return replace(tuning, verifying_until=until if until is not None and until > now else None)
+
+
+def judge_trial(
+    spec: Spec, observation: Observation, *, tuning: Tuning, demand: Demand, scene: Scenario | None
+) -> Tuning:
+    """After the verification window: keep the change and note its effect, or roll it back."""
+    trial = tuning.memory.trial
+    if trial is None:
+        return tuning
+    now, verification = observation.now, spec.batching.verification_seconds
+    due = trial.at + max(verification, WINDOW_SHARE * demand.window_seconds)
+    applied = _applied_everywhere(observation, tuning.generation)
+    if now < due or (not applied and now < due + max(verification, demand.window_seconds)):
+        return replace(tuning, verifying_until=due if verification and now < due else None)
+    measured = measure(demand, scene)
+    effect = {
+        "generation": float(tuning.generation),
+        **{f"predicted_{name}": value for name, value in trial.predicted.items()},
+        **{f"before_{name}": value for name, value in trial.measured.items() if name.endswith("_seconds")},
+        **{f"measured_{name}": value for name, value in measured.items() if name.endswith("_seconds")},
+    }
+    memory = replace(tuning.memory, trial=None, effect=effect)
+    if verification and applied and got_worse(spec, before=trial.measured, after=measured):
+        until = now + COOLDOWN_FACTOR * verification
+        memory = replace(memory, cooldown_until=until, settled=())
+        return _change(
+            replace(tuning, memory=memory),
+            within(trial.before, spec.envelope()),
+            reason="SettingsRolledBack",
+            message=f"batch settings back to {describe(trial.before)}: {compare(trial.measured, measured)}",
+            now=now,
+        )
+    return replace(tuning, memory=memory)
+
+
+def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether an objective is missed now and was not, or less so, under a comparable load."""
+    for name in ("rate", "prefill_tokens", "decode_tokens"):
+        limit = COMPARABLE_LOAD_RATIO if name == "rate" else COMPARABLE_MIX_RATIO
+        if before.get(name, 0) <= 0 or not 1 / limit <= after.get(name, 0) / before[name] <= limit:
+            return False
+    objectives = spec.objectives
+    goals = {
+        "ttft_seconds": objectives.ttft,
+        "itl_seconds": objectives.inter_token_latency,
+        "queue_seconds": objectives.queue_time,
+    }
+
+    def miss(figures: Mapping[str, float]) -> float:
+        return max((figures.get(name, 0.0) / goal.seconds for name, goal in goals.items() if goal), default=0.0)
+
+    return miss(after) > MISSED_RATIO and miss(after) > WORSE_RATIO * miss(before)
+
+
+def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> bool:
+    """Whether the data is good enough to look for other settings: every pod seen, all on one generation."""
+    arrivals = sum(demand.arrivals_per_second.values())
+    ready = observation.count(ReplicaPhase.READY)
+    return (
+        ready > 0
+        and demand.pods_covered >= ready
+        and arrivals * demand.window_seconds >= MIN_REQUESTS
+        and _applied_everywhere(observation, tuning.generation)
+        and not (tuning.memory.cooldown_until is not None and observation.now < tuning.memory.cooldown_until)
+    )
+
+
+def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: Demand, scene: Scenario) -> Tuning:
+    """Step towards the best settings for the mix, when they are worth it."""
+    now, memory = observation.now, tuning.memory
+    if memory.changed_at is not None and now < memory.changed_at + spec.batching.min_interval_seconds:
+        return tuning
+    signature = signature_of(scene, spec.envelope())
+    if _near(memory.settled, signature):
+        return tuning
+    plan = best_settings(scene, spec.envelope(), present=tuning.settings)
+    if plan.gain_ratio < MIN_GAIN_RATIO:
+        return replace(tuning, memory=replace(memory, settled=signature))
+    step = step_towards(
+        plan.settings, tuning.settings, percent=spec.batching.max_step_percent, envelope=spec.envelope()
+    )
+    if step == tuning.settings:
+        return replace(tuning, memory=replace(memory, settled=signature))
+    per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
+    predicted = foresee(scene, present=tuning.settings, step=step, rate=per_replica)
+    message = f"{describe(tuning.settings)} → {describe(step)}: {foretell(predicted)}"
+    if step != plan.settings:
+        message += f"; a step towards {describe(plan.settings)}"
+    if spec.batching.mode == BatchingMode.OBSERVE:
+        return replace(tuning, message=f"would set batch settings {message}", aim=plan.settings, plan=plan)
+    running = memory.trial
+    trial = Trial(
+        at=now,
+        before=running.before if running else tuning.settings,
+        measured=running.measured if running else measure(demand, scene),
+        predicted=predicted,
+    )
+    tuning = _change(
+        replace(tuning, memory=replace(memory, trial=trial, settled=())),
+        step,
+        reason="RetunedForMix",
+        message=f"batch settings {message}",
+        now=now,
+    )
+    verification = spec.batching.verification_seconds
+    return replace(tuning, aim=plan.settings, plan=plan, verifying_until=now + verification if verification else None)
+
+
+def _change(tuning: Tuning, settings: BatchSettings, *, reason: str, message: str, now: float | None = None) -> Tuning:
+    generation = tuning.generation + 1
+    memory = replace(tuning.memory, settings=settings, generation=generation)
+    memory = replace(memory, trial=None, settled=()) if now is None else replace(memory, changed_at=now)
+    return replace(tuning, settings=settings, generation=generation, memory=memory, reason=reason, message=message)
+
+
+def _applied_everywhere(observation: Observation, generation: int) -> bool:
+    return all(
+        replica.settings_generation in (None, generation)
+        for replica in observation.replicas
+        if replica.phase == ReplicaPhase.READY
+    )
+
+
+def measure(demand: Demand, scene: Scenario | None) -> dict[str, float]:
+    """What is compared before and after a change."""
+    figures = {
+        "ttft_seconds": demand.ttft_p95_seconds,
+        "itl_seconds": demand.itl_p95_seconds,
+        "queue_seconds": demand.queue_p95_seconds,
+        "rate": sum(demand.arrivals_per_second.values()),
+        "prefill_tokens": scene.prefill_tokens if scene else None,
+        "decode_tokens": scene.decode_steps if scene else None,
+    }
+    return {name: significant(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def foresee(scene: Scenario, *, present: BatchSettings, step: BatchSettings, rate: float) -> dict[str, float]:
+    """Predicted figures with the new settings, and with the old ones (`…_before`), at `rate` requests/s a replica."""
+    figures: dict[str, float | None] = {}
+    for settings, suffix in ((present, "_before"), (step, "")):
+        prediction = predict(scene, settings, rate)
+        figures[f"ttft_seconds{suffix}"] = prediction.ttft_p95_seconds
+        figures[f"itl_seconds{suffix}"] = prediction.itl_p95_seconds
+        figures[f"capacity{suffix}"] = capacity_of(scene, settings).requests_per_second
+    return {name: significant(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def foretell(predicted: Mapping[str, float]) -> str:
+    """The predicted effect in words: `predicted ITL p95 41 → 28 ms, capacity 3.1 → 4.4 req/s`."""
+    parts = []
+    for name, label in (("ttft_seconds", "TTFT p95"), ("itl_seconds", "ITL p95")):
+        after, before = predicted.get(name), predicted.get(f"{name}_before")
+        if after is not None:
+            old = "unbounded" if before is None else f"{before * 1000:.0f}"
+            parts.append(f"{label} {old} → {after * 1000:.0f} ms")
+    parts.append(f"capacity {predicted.get('capacity_before', 0):.3g} → {predicted.get('capacity', 0):.3g} req/s")
+    return f"predicted {', '.join(parts)} a replica"
+
+
+def compare(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Measured before and after, in words."""
+    parts = [
+        f"{label} {before[name] * 1000:.0f} → {after[name] * 1000:.0f} ms"
+        for name, label in (("ttft_seconds", "TTFT p95"), ("itl_seconds", "ITL p95"), ("queue_seconds", "queue p95"))
+        if name in before and name in after
+    ]
+    return f"measured {', '.join(parts)}" if parts else "nothing measured"
+
+
+def describe(settings: BatchSettings) -> str:
+    return f"{settings.max_num_seqs}/{settings.max_num_batched_tokens}/{settings.long_prefill_token_threshold}"
+
+
+def within(settings: BatchSettings, envelope: Envelope) -> BatchSettings:
+    """`settings` inside the envelope and its cross-field rule."""
+    values = {}
+    for name, value in settings.as_dict().items():
+        low, high = envelope.bounds(name)
+        values[name] = min(max(value, low), high)
+    tokens = max(values["max_num_batched_tokens"], values["max_num_seqs"])
+    values["max_num_batched_tokens"] = min(tokens, envelope.max_num_batched_tokens[1])
+    values["max_num_seqs"] = min(values["max_num_seqs"], values["max_num_batched_tokens"])
+    return BatchSettings(**values)
+
+
+def step_towards(aim: BatchSettings, present: BatchSettings, *, percent: int, envelope: Envelope) -> BatchSettings:
+    """`aim`, or as near to it as one step of `percent` allows, at round numbers."""
+    factor = 1 + percent / 100
+    values = {}
+    for name in SETTING_NAMES:
+        old, new = getattr(present, name), getattr(aim, name)
+        low, high = old / factor, old * factor
+        if low <= new <= high:
+            values[name] = new
+            continue
+        multiple = SEQUENCE_MULTIPLE if name == "max_num_seqs" else TOKEN_MULTIPLE
+        rounded = round_to(min(max(new, low), high), multiple=multiple)
+        forward = 1 if new > old else -1
+        if not low <= rounded <= high or (rounded - old) * forward <= 0:
+            rounded = old + forward * max(1, math.floor(abs(min(max(new, low), high) - old)))
+        values[name] = rounded
+    return within(BatchSettings(**values), envelope)
+
+
+def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
+    """What the best settings depend on, in few figures: a search is spared while they stay."""
+    step = scene.step
+    parts = (
+        scene.prefill_tokens,
+        math.sqrt(scene.prefill_square_tokens),
+        scene.decode_steps,
+        math.sqrt(scene.decode_square_steps),
+        scene.context,
+        step.base_seconds,
+        step.token_seconds,
+        step.kv_token_seconds,
+        scene.targets.ttft_seconds or 0.0,
+        scene.targets.itl_seconds or 0.0,
+        scene.targets.queue_seconds or 0.0,
+        *(end for name in SETTING_NAMES for end in envelope.bounds(name)),
+    )
+    return tuple(significant(part) for part in parts)
+
+
+def _near(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
+    return len(old) == len(new) and all(
+        abs(a - b) <= SETTLED_TOLERANCE * max(abs(a), abs(b)) for a, b in zip(old, new, strict=True)
+    )
+
+
+def significant(value: float) -> float:
+    """Three digits: what is stored must not change for noise in the last ones."""
+    return float(f"{value:.3g}")
