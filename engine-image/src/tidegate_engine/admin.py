@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -28,6 +29,7 @@ CALL_TIMEOUT_SECONDS = 30.0
 """How long an order may wait for the step in flight."""
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class LiveBatching:
@@ -320,8 +322,8 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
         return JsonResponse({"flushed_blocks": await _call(engine, run)})
 
 
-async def _call(engine: Engine, function: Callable[[], list[str]] | Callable[[], int]) -> list[str] | int:
-    return await asyncio.wait_for(engine.call(function), CALL_TIMEOUT_SECONDS)  # type: ignore[arg-type]
+async def _call(engine: Engine, function: Callable[[], Result]) -> Result:
+    return await asyncio.wait_for(engine.call(function), CALL_TIMEOUT_SECONDS)
 
 
 def _describe_drain(loaded: Loaded) -> dict[str, object]:

@@ -126,21 +126,20 @@ def _load_torch(args: argparse.Namespace) -> "LoadedModel":
 
     path = find_model_file(args.model)
     try:
-        from tidegate_engine.torch_runner import TorchOptions, load
+        from tidegate_engine.tokenizer import load_tokenizer
+        from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
         raise ModelError(
             "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
         ) from error
-    runner, tokenizer = load(
-        path,
-        TorchOptions(
-            block_tokens=args.block_size or 16,
-            kv_blocks=args.num_gpu_blocks_override,
-            max_model_len=args.max_model_len,
-            dtype=args.dtype,
-        ),
+    options = TorchOptions(
+        dtype=args.dtype,
+        block_tokens=args.block_size or 16,
+        kv_blocks=args.num_gpu_blocks_override,
+        max_model_len=args.max_model_len,
     )
-    return LoadedModel(runner, tokenizer)
+    tokenizer = load_tokenizer(path)
+    return LoadedModel(TorchRunner(path, options=options), tokenizer)
 
 
 def _read_profile(args: argparse.Namespace) -> Profile:
@@ -315,7 +314,7 @@ def _add_listener_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-key", nargs="+", metavar="KEY", help="keys of which clients must send one; default: none")
     group.add_argument(
         "--admin-keys", metavar="FILE",
-        help="JWKS with the public keys of admin tokens (audience: TIDEGATE_OBJECT_UID); default: the one in --config-dir",
+        help="JWKS that checks admin tokens (audience: TIDEGATE_OBJECT_UID); default: admin-keys.json of --config-dir",
     )  # fmt: skip
 
 

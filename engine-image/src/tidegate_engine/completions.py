@@ -166,7 +166,6 @@ class Generation:
         """Server-sent events, one write for all that a step brought; an error becomes an event."""
         envelope = self.envelope
         begun: set[int] = set()
-        usage = None if not self._with_usage else {}
         try:
             async for deltas in self._deltas():
                 parts = []
@@ -179,10 +178,8 @@ class Generation:
         except ApiError as error:
             yield event(error.body()) + DONE
             return
-        if usage is not None:
-            yield event(envelope.chunk([], usage=self._usage().as_dict())) + DONE
-        else:
-            yield DONE
+        end = event(envelope.chunk([], usage=self._usage().as_dict())) if self._with_usage else b""
+        yield end + DONE
 
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
         open_choices = list(self._choices)

@@ -25,7 +25,7 @@ MAX_FAILED_STEPS = 3
 IDLE_WAIT_SECONDS = 0.05
 """How long the loop waits for mail when it has work that cannot be planned."""
 MAX_FRUITLESS_PLANS = 20
-"""Empty plans in a row, with nothing running, after which the head of the queue is failed: it would block all others."""
+"""Empty plans in a row, with nothing running, after which the head of the queue fails: it would block all others."""
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

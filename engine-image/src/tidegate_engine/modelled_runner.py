@@ -12,43 +12,11 @@ from tidegate_engine.request import Request, SampledToken, Step, TokenLogprobs
 from tidegate_engine.runner import ModelInfo, shape_of_step
 from tidegate_engine.steptime import Profile, StepModel
 
-WORDS = tuple(
-    ByteTokenizer().encode(word)[0]
-    for word in (
-        "the ",
-        "sea ",
-        "ebb ",
-        "low ",
-        "bay ",
-        "fog ",
-        "oar ",
-        "net ",
-        "sky ",
-        "dry ",
-        "run ",
-        "tow ",
-        "and ",
-        "few ",
-        "old ",
-        "new ",
-        "hum ",
-        "far ",
-        "off ",
-        "one ",
-        "two ",
-        "sun ",
-        "set ",
-        "sea,",
-        "bar ",
-        "dam ",
-        "pen ",
-        "was ",
-        "has ",
-        "its ",
-        "all ",
-        "day.",
-    )  # fmt: skip
+_TEXT = (
+    "the sea ebb low bay fog oar net sky dry run tow and few old new hum far off one two sun set bar dam pen was has "
+    "its all way day "
 )
+WORDS = tuple(ByteTokenizer().encode(_TEXT))
 """One token each: a text that reads as words, of the usual four characters a token."""
 
 

@@ -18,6 +18,11 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+UNIONS = {
+    "prompt": f"a text, token ids, or a list of up to {MAX_PROMPTS} of these",
+    "stop": f"a text or a list of up to {MAX_STOPS} texts",
+}
+"""What pydantic cannot say in a sentence: the fields that take several types."""
 DONE = b"data: [DONE]\n\n"
 
 CallT = TypeVar("CallT", bound=BaseModel)
@@ -124,8 +129,8 @@ class CompletionCall(CallFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class TextPart(BaseModel):
@@ -185,9 +190,13 @@ def parse(kind: type[CallT], body: bytes) -> CallT:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_input=False)
+        first = errors[0]
         path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
         where = ".".join(map(str, path)) or None
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if name in UNIONS and len(errors) > 1:
+            where, first["msg"] = name, f"must be {UNIONS[name]}"
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where, code="invalid_value") from error
 
 

@@ -199,7 +199,7 @@ class _Process:
         api = _listener(create_api(parts, api_keys=options.api_keys))
         engine.start()
         api_task = asyncio.create_task(api.serve([api_socket]))
-        while not api.started and not api_task.done():
+        while not api.started and not api_task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.01)
         gc.freeze()
         self._state.loaded = Loaded(
@@ -271,7 +271,6 @@ class _Process:
 def _build_engine(model: LoadedModel, options: ServeOptions) -> tuple[Engine, LiveBatching]:
     info = model.runner.info
     file = options.settings
-    # Block 0 is never handed out: the pool gets one more than the model is said to have.
     pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=options.prefix_caching)
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len)
     metrics = EngineMetrics(
