@@ -272,6 +272,7 @@ OPERATOR_OWNED_FLAGS = (
     "endpoint-removal-seconds",
     "liveness-stall-seconds",
     "max-num-seqs",
+    "max-num-active-seqs",
     "max-num-batched-tokens",
     "long-prefill-token-threshold",
 )

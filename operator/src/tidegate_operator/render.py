@@ -210,12 +210,7 @@ def _engine_container(target: Target, defaults: Defaults) -> Manifest:
         "image": spec.engine.image or defaults.engine_image,
         "command": ["tidegate-engine"],
         "args": engine_args(target),
-        "env": [
-            # HOME, because an arbitrary user id has none, and the root file system is read-only.
-            {"name": "HOME", "value": TMP_DIR},
-            *({"name": variable.name, "value": variable.value} for variable in spec.engine.env),
-            {"name": api.OBJECT_UID_ENV, "value": target.uid},
-        ],
+        "env": _environment(target),
         "ports": [
             {"name": "http", "containerPort": api.HTTP_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": api.ADMIN_PORT, "protocol": "TCP"},
@@ -238,6 +233,13 @@ def _engine_container(target: Target, defaults: Defaults) -> Manifest:
         ],
     }
     return container | _pull_policy(spec, defaults)
+
+
+def _environment(target: Target) -> list[Manifest]:
+    """HOME, because an arbitrary user id has none and the root file system is read-only; what the user gave; the uid."""
+    given = {variable.name: variable.value for variable in target.spec.engine.env}
+    values = {"HOME": TMP_DIR, **given, api.OBJECT_UID_ENV: target.uid}
+    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def engine_args(target: Target) -> list[str]:
