@@ -1,0 +1,160 @@
+"""The parameters of a decoder from a GGUF file, dequantised, under the decoder's own names.
+
+Knows the architectures' tensor names and oddities; the file's layout is `gguf_file`'s, the maths `transformer`'s.
+Every parameter is loaded exactly once and every tensor of the file is used, or a ModelError says which one was not.
+"""
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import quants
+from torch import Tensor
+
+from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
+from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a family's files differ from each other."""
+
+    permuted_qk: bool
+    """Rows of q and k were reordered for rotation of neighbouring pairs when the file was made."""
+    qkv_bias: bool
+
+
+ARCHITECTURES = {
+    "llama": Architecture(permuted_qk=True, qkv_bias=False),
+    "qwen2": Architecture(permuted_qk=False, qkv_bias=True),
+}
+_NAMES = {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+_LAYER_NAMES = {
+    "attention_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "attention_output": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+
+
+def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """Configuration and parameters (as `parameter_shapes` names them, in `dtype`) of a file; raises ModelError."""
+    file = read_header(path)
+    config = read_config(file)
+    shapes = parameter_shapes(config)
+    names = {_file_name(name): name for name in shapes}
+    if missing := sorted(names.keys() - file.tensors.keys()):
+        raise file.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
+    if foreign := sorted(file.tensors.keys() - names.keys()):
+        raise file.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+    for file_name, name in names.items():
+        if (found := file.tensors[file_name].shape) != shapes[name]:
+            raise file.invalid(f"has {file_name} in the shape {found}; expected is {shapes[name]}")
+    permuted_qk = ARCHITECTURES[_architecture(file)].permuted_qk
+    parameters: dict[str, Tensor] = {}
+    with map_file(path) as data:
+        for file_name, name in names.items():
+            values = _dequantise(file, file.tensors[file_name], data)
+            if permuted_qk and name.endswith((".q", ".k")):
+                values = unpermute(values, heads=config.heads if name.endswith(".q") else config.kv_heads)
+            parameters[name] = values.to(dtype)
+    return config, parameters
+
+
+def read_config(file: GgufFile) -> DecoderConfig:
+    """The decoder that the file's metadata describe; raises ModelError."""
+    architecture = _architecture(file)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise file.invalid(f"has the architecture {architecture}; supported are {known}")
+    metadata = _Metadata(file, architecture)
+    heads, hidden = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
+    head_size = metadata.whole("attention.key_length", default=hidden // heads)
+    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise file.invalid(f"scales its rotary positions by the method {scaling}, which this engine does not know")
+    rotated = metadata.whole("rope.dimension_count", default=head_size)
+    if rotated != head_size or head_size % 2:
+        raise file.invalid(f"rotates {rotated} of {head_size} dimensions of a head; supported are all, an even number")
+    kv_heads = metadata.whole("attention.head_count_kv", default=heads)
+    if heads % kv_heads:
+        raise file.invalid(f"has {heads} heads, which {kv_heads} key-value heads do not divide")
+    embedding = file.tensors.get(_NAMES["embedding"])
+    if embedding is None:
+        raise file.invalid(f"lacks the tensor {_NAMES['embedding']}")
+    return DecoderConfig(
+        layers=metadata.whole("block_count"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        inner=metadata.whole("feed_forward_length"),
+        vocab_size=embedding.shape[0],
+        context_tokens=metadata.whole("context_length"),
+        norm_eps=metadata.real("attention.layer_norm_rms_epsilon"),
+        rope_base=metadata.real("rope.freq_base", default=10_000.0),
+        tied_head=_NAMES["head"] not in file.tensors,
+        qkv_bias=ARCHITECTURES[architecture].qkv_bias,
+    )
+
+
+def unpermute(weight: Tensor, *, heads: int) -> Tensor:
+    """Undo the converter's row order (pairs side by side) for rotation of a head's halves."""
+    rows, columns = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    file: GgufFile
+    architecture: str
+
+    def whole(self, name: str, *, default: int | None = None) -> int:
+        value = self.file.metadata.get(f"{self.architecture}.{name}", default)
+        if not isinstance(value, int) or value < 1:
+            raise self.file.invalid(f"has {value!r} as {self.architecture}.{name}; a positive integer is needed")
+        return value
+
+    def real(self, name: str, *, default: float | None = None) -> float:
+        value = self.file.metadata.get(f"{self.architecture}.{name}", default)
+        if not isinstance(value, int | float) or not value > 0:
+            raise self.file.invalid(f"has {value!r} as {self.architecture}.{name}; a positive number is needed")
+        return float(value)
+
+
+def _architecture(file: GgufFile) -> str:
+    return str(file.metadata.get("general.architecture", "(none)"))
+
+
+def _file_name(name: str) -> str:
+    if name in _NAMES:
+        return _NAMES[name]
+    _, index, part = name.split(".")
+    return f"blk.{index}.{_LAYER_NAMES[part]}"
+
+
+def _dequantise(file: GgufFile, entry: TensorEntry, data: mmap.mmap) -> Tensor:
+    """The tensor's values in fp32."""
+    stored = np.frombuffer(data, dtype=np.uint8, count=entry.size_bytes, offset=entry.start)
+    rows = stored.reshape(*entry.shape[:-1], -1)
+    try:
+        values = torch.from_numpy(np.array(quants.dequantize(rows, entry.type), dtype=np.float32))
+    except NotImplementedError:
+        raise file.invalid(f"has {entry.name} in the type {entry.type.name}, which cannot be read") from None
+    if not bool(torch.isfinite(values.sum())):
+        raise file.invalid(f"is damaged: {entry.name} holds values that are not finite")
+    return values.view(entry.shape)
+
+
+def _and_others(names: list[str]) -> str:
+    return f" and {len(names) - 1} others" if len(names) > 1 else ""
