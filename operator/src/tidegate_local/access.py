@@ -60,8 +60,6 @@ class Access:
 
 
 def of_cluster(cluster: Cluster) -> Access:
-    tools = binaries.paths()
-
     @contextmanager
     def reach(namespace: str, service: str, port: int) -> Iterator[str]:
         where = f"--namespace={namespace}"
@@ -69,8 +67,8 @@ def of_cluster(cluster: Cluster) -> Access:
         yield f"http://{cluster.forward(address, port)}"
 
     return Access(
-        kubectl_argv=(str(tools["kubectl"]),),
-        helm_argv=(str(tools["helm"]),),
+        kubectl_argv=(str(binaries.path("kubectl")),),
+        helm_argv=(str(binaries.path("helm")),),
         environment=cluster.environment(),
         kubeconfig=str(cluster.kubeconfig),
         context=None,

@@ -31,6 +31,19 @@ class Step:
         self.name = name
         self.began = time.monotonic()
         self.last = ""
+        self._cancelled = False
+        self._process: subprocess.Popen[str] | None = None
+
+    def watch(self, process: subprocess.Popen[str]) -> None:
+        """Name the process that `cancel` ends."""
+        self._process = process
+        if self._cancelled:
+            process.kill()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._process is not None:
+            self._process.kill()
 
     def saw(self, line: str) -> None:
         self.last = " ".join(line.split())
@@ -47,6 +60,7 @@ class Progress:
         self._live = stream.isatty()
         self._running: list[Step] = []
         self._lock = threading.Lock()
+        self._cancelled = False
         self._done = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
 
@@ -62,6 +76,8 @@ class Progress:
     def step(self, name: str) -> Iterator[Step]:
         step = Step(name)
         with self._lock:
+            if self._cancelled:
+                step.cancel()
             self._running.append(step)
             if not self._live:
                 self._stream.write(f"  .  {name}\n")
@@ -72,6 +88,13 @@ class Progress:
             self._finish(step, "FAILED")
             raise
         self._finish(step, "done")
+
+    def cancel(self) -> None:
+        """End the commands of all running steps: another one has failed, and theirs would only delay the message."""
+        with self._lock:
+            self._cancelled = True
+            for step in self._running:
+                step.cancel()
 
     def say(self, line: str) -> None:
         with self._lock:
@@ -125,6 +148,7 @@ def run(
             env=None if env is None else dict(env),
             cwd=cwd,
         ) as process:
+            step.watch(process)
             assert process.stdout is not None
             try:
                 for line in process.stdout:

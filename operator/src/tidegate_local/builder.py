@@ -4,12 +4,11 @@ Owns how buildah is called and the base image; what is built from it belongs to 
 """
 
 import json
-import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tidegate_local import activity, cache, namespaces

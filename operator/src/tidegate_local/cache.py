@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LOCKS = "locks"
+
 
 class Busy(Exception):
     """Somebody else holds a lock; the message says who, and what to do."""
@@ -60,7 +62,7 @@ def lock(name: str, *, purpose: str, wait: bool = False) -> Iterator[None]:
 
 def take_lock(name: str, *, purpose: str, wait: bool = False) -> int:
     """Take the lock and return its file descriptor: whoever holds (or inherited) it holds the lock."""
-    path = folder("locks") / name
+    path = folder(LOCKS) / name
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from tidegate_local import binaries, cache, credentials, namespaces, store, templates
 
+DEFAULT_NAME = "tidegate"
 NODE_NAME = "node-1"
 NODE_ADDRESS = "10.200.0.1"
 POD_RANGE = "10.244.0.0/24"

@@ -42,7 +42,7 @@ class Unsuitable(Exception):
     """The machine lacks something; the message is one sentence that says what to do."""
 
 
-def check(*, disk_bytes: int) -> None:
+def check(*, disk_bytes: float) -> None:
     """Raise Unsuitable for the first thing that would make set-up fail half-way."""
     if os.geteuid() != 0:
         raise Unsuitable("The local cluster needs root (namespaces, mounts): run this as root or with sudo.")
@@ -57,7 +57,7 @@ def check(*, disk_bytes: int) -> None:
     check_disk(disk_bytes)
 
 
-def check_disk(needed_bytes: int) -> None:
+def check_disk(needed_bytes: float) -> None:
     """Raise Unsuitable when less is free where the cache lies."""
     folder = cache.root()
     folder.mkdir(parents=True, exist_ok=True)

