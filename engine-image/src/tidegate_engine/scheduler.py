@@ -379,7 +379,6 @@ class Scheduler:
         self._let_go(request)
         request.state = RequestState.WAITING
         request.num_computed = 0
-        request.num_published = 0
         request.preemptions += 1
         self._enqueue(request)
         self.preemptions["kv"] += 1

@@ -1,0 +1,749 @@
+"""The batch scheduler, driven by a runner that checks each position's keys and values before it 'computes' a step.
+
+The fake runner's next token depends on the whole sequence and on nothing else, so that preemption, chunking, prefix
+hits and changes of settings must leave every stream as it is.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tidegate_engine.blocks import NULL_BLOCK, BlockPool
+from tidegate_engine.request import (
+    FinishReason,
+    Request,
+    RequestState,
+    SampledToken,
+    SamplingParams,
+    Step,
+    TokenEvent,
+)
+from tidegate_engine.scheduler import MAX_BYPASSES, RequestRefused, Scheduler
+from tidegate_engine.settings import BatchSettings
+
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
+BLOCK = 4
+EOS = 0
+WIDE = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, long_prefill_token_threshold=4096)
+
+
+def next_token(salt: str, ids: Sequence[int]) -> int:
+    """The fake model: any function of the sequence."""
+    return sum((index + 7) * (token + 3) for index, token in enumerate(ids)) * 31 % 11
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """What the request yields when it runs alone."""
+    output: list[int] = []
+    params = request.params
+    while True:
+        token = next_token(request.cache_salt, [*request.prompt_ids, *output])
+        output.append(token)
+        stops = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+        if stops and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) >= request.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+class FakeRunner:
+    """Keeps what each slot holds: (salt, ids up to there). Fails when a step reads what was not written."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], tuple[object, ...]] = {}
+
+    def run(self, step: Step) -> dict[str, SampledToken]:
+        tokens = {}
+        for item in step.items:
+            request = item.request
+            ids = request.token_ids(0, request.total_tokens)
+            assert item.count >= 1 and item.start + item.count <= len(ids)
+            assert item.samples == (item.start + item.count == len(ids))
+            assert NULL_BLOCK not in item.blocks
+            for position in range(item.start + item.count):
+                slot = item.blocks[position // BLOCK], position % BLOCK
+                content = (request.cache_salt, *ids[: position + 1])
+                if position < item.start:
+                    assert self.slots.get(slot) == content, f"{request.id} reads position {position}, never written"
+                self.slots[slot] = content
+            if item.samples:
+                token = next_token(request.cache_salt, ids)
+                tokens[request.id] = SampledToken(token, is_eos=token == EOS)
+        return tokens
+
+
+def make_request(
+    name: str,
+    prompt: Iterable[int],
+    *,
+    max_tokens: int = 8,
+    arrival: float = 0.0,
+    priority: int = 0,
+) -> Request:
+    ids = tuple(prompt)
+    params = SamplingParams(ignore_eos=True)
+    return Request(name, len(ids), max_tokens, arrival, prompt_ids=ids, params=params, priority=priority)
+
+
+def make_scheduler(settings: BatchSettings = WIDE, *, blocks: int = 200, prefix_caching: bool = True) -> Scheduler:
+    return Scheduler(settings, BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching), max_model_len=1000)
+
+
+def drive(scheduler: Scheduler, runner: FakeRunner, *, steps: int = 1, now: float = 0.0) -> list[TokenEvent]:
+    events = []
+    for _ in range(steps):
+        step = scheduler.plan(now)
+        events += scheduler.commit(step, runner.run(step), now)
+        scheduler.check_integrity()
+    return events
+
+
+def drain(scheduler: Scheduler, runner: FakeRunner, *, limit: int = 5000) -> list[TokenEvent]:
+    """Step until all is done; fails when `limit` steps do not suffice."""
+    events: list[TokenEvent] = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return events
+        events += drive(scheduler, runner)
+    raise AssertionError(f"{scheduler.running} running and {scheduler.waiting} waiting after {limit} steps")
+
+
+def shape(step: Step) -> list[tuple[str, int, int]]:
+    return [(item.request.id, item.start, item.count) for item in step.items]
+
+
+def plan_and_commit(scheduler: Scheduler, *, now: float = 0.0) -> list[tuple[str, int, int]]:
+    step = scheduler.plan(now)
+    scheduler.commit(step, None, now)
+    return shape(step)
+
+
+# --- batches
+
+
+def test_a_request_runs_from_prompt_to_length() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", range(1, 10), max_tokens=3)
+    scheduler.add(request)
+    assert (scheduler.waiting, scheduler.waiting_prompt_tokens) == (1, 9)
+    runner = FakeRunner()
+    assert [event.finish_reason for event in drain(scheduler, runner)] == [None, None, FinishReason.LENGTH]
+    assert request.output_ids == expected_output(request)[0]
+    assert request.state is RequestState.FINISHED
+    assert scheduler.blocks.used == 0
+    assert not scheduler.plan(0.0).items
+
+
+def test_decodes_come_first_then_prefills_then_waiting_ones() -> None:
+    scheduler = make_scheduler(BatchSettings(8, 10, 8))
+    scheduler.add(make_request("a", range(4)))
+    assert plan_and_commit(scheduler) == [("a", 0, 4)]
+    scheduler.add(make_request("b", range(100, 112)))
+    scheduler.add(make_request("c", range(200, 206)))
+    assert plan_and_commit(scheduler) == [("a", 4, 1), ("b", 0, 8), ("c", 0, 1)]
+    assert plan_and_commit(scheduler) == [("a", 5, 1), ("b", 8, 4), ("c", 1, 5)]
+    assert plan_and_commit(scheduler) == [("a", 6, 1), ("b", 12, 1), ("c", 6, 1)]
+
+
+def test_a_chunk_ends_on_a_block_and_keeps_to_the_threshold() -> None:
+    scheduler = make_scheduler(BatchSettings(8, 100, 10))
+    scheduler.add(make_request("a", range(30)))
+    chunks = [plan_and_commit(scheduler) for _ in range(4)]
+    assert chunks == [[("a", 0, 8)], [("a", 8, 8)], [("a", 16, 8)], [("a", 24, 6)]]
+
+
+def test_only_the_last_chunk_samples() -> None:
+    scheduler = make_scheduler(BatchSettings(8, 100, 8))
+    scheduler.add(make_request("a", range(10), max_tokens=1))
+    first = scheduler.plan(0.0)
+    assert [item.samples for item in first.items] == [False]
+    assert scheduler.commit(first, {}, 0.0) == []
+    second = scheduler.plan(0.0)
+    assert [item.samples for item in second.items] == [True]
+    assert [event.finish_reason for event in scheduler.commit(second, None, 0.0)] == [FinishReason.LENGTH]
+
+
+def test_waiting_requests_start_by_priority_then_arrival() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("late", range(4), arrival=2.0, max_tokens=1))
+    scheduler.add(make_request("early", range(4), arrival=1.0, max_tokens=1))
+    scheduler.add(make_request("urgent", range(4), arrival=3.0, priority=-1, max_tokens=1))
+    assert [plan_and_commit(scheduler)[0][0] for _ in range(3)] == ["urgent", "early", "late"]
+
+
+def test_a_step_plans_once_and_is_committed_once() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", range(4)))
+    step = scheduler.plan(0.0)
+    with pytest.raises(RuntimeError, match="not committed yet"):
+        scheduler.plan(0.0)
+    scheduler.commit(step, None, 0.0)
+    with pytest.raises(RuntimeError, match="not the one in flight"):
+        scheduler.commit(step, None, 0.0)
+
+
+def test_times_are_booked_by_the_callers_clock() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", range(4), max_tokens=3, arrival=1.0)
+    scheduler.add(request)
+    intervals = []
+    for now in (2.0, 3.0, 5.0):
+        step = scheduler.plan(now)
+        intervals += [event.interval_seconds for event in scheduler.commit(step, None, now + 0.5)]
+    assert intervals == [None, 1.0, 2.0]
+    times = request.scheduled_at, request.first_token_at, request.last_token_at, request.finished_at
+    assert times == (2.0, 2.5, 5.5, 5.5)
+
+
+# --- what ends a request
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        (SamplingParams(), [5, EOS], FinishReason.STOP),
+        (SamplingParams(ignore_eos=True), [5, EOS, 7, 8], FinishReason.LENGTH),
+        (SamplingParams(min_tokens=3), [5, EOS, EOS], FinishReason.STOP),
+        (SamplingParams(stop_token_ids=(7,)), [5, 7], FinishReason.STOP),
+        (SamplingParams(stop_token_ids=(7,), ignore_eos=True), [EOS, 7], FinishReason.STOP),
+        (SamplingParams(stop_token_ids=(7,), min_tokens=3), [7, 7, 7], FinishReason.STOP),
+        (SamplingParams(min_tokens=9), [EOS, EOS, EOS, EOS], FinishReason.LENGTH),
+    ],
+)
+def test_a_request_ends_for_the_right_reason(params: SamplingParams, tokens: list[int], reason: FinishReason) -> None:
+    scheduler = make_scheduler()
+    request = Request("a", 4, 4, 0.0, prompt_ids=(1, 2, 3, 4), params=params)
+    scheduler.add(request)
+    given = iter([*tokens, 9, 9, 9, 9])
+    while scheduler.has_work:
+        token = next(given)
+        scheduler.commit(scheduler.plan(0.0), {"a": SampledToken(token, is_eos=token == EOS)}, 0.0)
+    assert (request.output_ids, request.finish_reason) == (tokens, reason)
+
+
+@pytest.mark.parametrize("answer", [{}, {"a": SampledToken(0, error="NaN logits")}])
+def test_one_bad_request_ends_alone(answer: Mapping[str, SampledToken]) -> None:
+    scheduler = make_scheduler()
+    bad, good = make_request("a", range(9)), make_request("b", range(50, 59))
+    for request in (bad, good):
+        scheduler.add(request)
+    events = scheduler.commit(scheduler.plan(0.0), {"b": SampledToken(3), **answer}, 0.0)
+    assert [(event.request.id, event.finish_reason) for event in events] == [("a", FinishReason.ERROR), ("b", None)]
+    assert (events[0].token or SampledToken(0)).error
+    assert (bad.output_ids, good.output_ids) == ([], [3])
+    assert scheduler.blocks.match(make_request("c", range(9))) == []  # what it wrote is not offered to others
+    scheduler.check_integrity()
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("a", range(9)))
+    other = make_request("b", range(50, 59))
+    scheduler.add(other)
+    events = scheduler.fail(scheduler.plan(0.0), "out of memory", 1.0)
+    assert [(event.request.id, event.finish_reason) for event in events] == [("a", FinishReason.ERROR)]
+    assert events[0].token == SampledToken(-1, error="out of memory")
+    assert scheduler.blocks.used == 0
+    drain(scheduler, FakeRunner())
+    assert other.output_ids == expected_output(other)[0]
+
+
+# --- what can never fit
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "reason", "numbers"),
+    [
+        (1000, 1, "ContextTooLong", ("1000", "1000")),
+        (5000, 1, "ContextTooLong", ("5000", "1000")),
+        (801, 1, "KvCacheTooSmall", ("801", "800")),
+        (0, 1, "EmptyRequest", ("0", "1")),
+        (5, 0, "EmptyRequest", ("5", "0")),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_both_numbers(
+    prompt: int, max_tokens: int, reason: str, numbers: tuple[str, str]
+) -> None:
+    scheduler = make_scheduler(blocks=200)
+    with pytest.raises(RequestRefused) as refusal:
+        scheduler.add(Request("a", prompt, max_tokens, 0.0))
+    assert refusal.value.reason == reason
+    assert all(number in str(refusal.value) for number in numbers)
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prompt", "asked", "given_tokens"), [(200, 800, 5, 1), (200, 790, 50, 11), (500, 990, 50, 10)]
+)
+def test_output_that_cannot_fit_is_cut_and_recorded(blocks: int, prompt: int, asked: int, given_tokens: int) -> None:
+    scheduler = make_scheduler(blocks=blocks)
+    request = make_request("a", [1] * prompt, max_tokens=asked)
+    scheduler.add(request)
+    assert (request.max_tokens, request.requested_max_tokens) == (given_tokens, asked)
+    drain(scheduler, FakeRunner())
+    assert request.output_tokens == given_tokens
+    fits = make_request("b", [1] * 10, max_tokens=5)
+    scheduler.add(fits)
+    assert fits.requested_max_tokens is None
+
+
+def test_an_id_in_use_is_refused_and_free_again_at_the_end() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", range(4)))
+    with pytest.raises(ValueError, match="already here"):
+        scheduler.add(make_request("a", range(4)))
+    scheduler.abort("a")
+    scheduler.add(make_request("a", range(4)))
+
+
+# --- abort
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_abort_in_any_state_frees_all_and_is_idempotent(steps: int) -> None:
+    scheduler = make_scheduler(BatchSettings(8, 100, 8))
+    request = make_request("a", range(12))
+    scheduler.add(request)
+    drive(scheduler, FakeRunner(), steps=steps)
+    assert scheduler.abort("a", now=3.0) is request
+    assert scheduler.abort("a") is None
+    assert scheduler.abort("unknown") is None
+    assert (request.finish_reason, request.finished_at) == (FinishReason.ABORT, 3.0)
+    assert (scheduler.has_work, scheduler.blocks.used, scheduler.waiting_prompt_tokens) == (False, 0, 0)
+    scheduler.check_integrity()
+
+
+def test_blocks_of_an_abort_in_flight_come_back_after_the_commit() -> None:
+    scheduler = make_scheduler(blocks=4)
+    scheduler.add(make_request("a", range(12), max_tokens=2))
+    step = scheduler.plan(0.0)
+    scheduler.abort("a", reason=FinishReason.STOP)
+    assert step.items[0].blocks  # the runner may still use the table
+    assert scheduler.blocks.available == 1
+    assert scheduler.commit(step, {"a": SampledToken(1)}, 0.0) == []
+    assert scheduler.blocks.available == 4
+    scheduler.check_integrity()
+
+
+def test_an_id_used_again_while_its_step_is_in_flight_gets_no_foreign_token() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner()
+    scheduler.add(make_request("a", range(12)))
+    step = scheduler.plan(0.0)
+    scheduler.abort("a")
+    again = make_request("a", range(30, 42))
+    scheduler.add(again)
+    assert scheduler.commit(step, runner.run(step), 0.0) == []
+    drain(scheduler, runner)
+    assert again.output_ids == expected_output(again)[0]
+
+
+# --- live settings
+
+
+def test_raising_the_cap_acts_at_the_next_step() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    for name in "abc":
+        scheduler.add(make_request(name, range(4)))
+    plan_and_commit(scheduler)
+    assert (scheduler.running, scheduler.waiting) == (1, 2)
+    version = scheduler.apply(replace(WIDE, max_num_seqs=3))
+    step = scheduler.plan(0.0)
+    assert (scheduler.running, step.settings_version) == (3, version)
+
+
+def test_lowering_the_cap_drains_and_admits_none_until_below() -> None:
+    scheduler = make_scheduler()
+    for number in range(4):
+        scheduler.add(make_request(f"r{number}", range(4), max_tokens=2 + 2 * number))
+    plan_and_commit(scheduler)
+    scheduler.add(make_request("new", range(4)))
+    scheduler.apply(BatchSettings(2, 100, 100))
+    assert scheduler.over_cap == 2
+    seen = []
+    while scheduler.waiting:
+        seen.append((len(plan_and_commit(scheduler)), scheduler.running))
+    # 4 run on, one ends with each second step, and the new one starts when fewer than 2 are left
+    assert seen == [(4, 3), (3, 3), (3, 2), (2, 2), (2, 1), (2, 2)]
+    assert scheduler.preemptions == {"kv": 0, "policy": 0}
+
+
+def test_every_decode_goes_on_when_the_budget_falls_below_their_number() -> None:
+    scheduler = make_scheduler()
+    for number in range(6):
+        scheduler.add(make_request(f"r{number}", range(4)))
+    plan_and_commit(scheduler)
+    scheduler.apply(BatchSettings(2, 2, 2))
+    assert len(plan_and_commit(scheduler)) == 6
+
+
+def test_settings_that_no_batch_can_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        make_scheduler().apply(BatchSettings(0, 1, 1))
+
+
+# --- sharing
+
+
+def test_a_later_request_skips_the_prefix_it_shares() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner()
+    scheduler.add(make_request("a", range(20)))
+    drive(scheduler, runner)
+    other = make_request("b", [*range(18), 98, 99])
+    scheduler.add(other)
+    assert shape(scheduler.plan(0.0)) == [("a", 20, 1), ("b", 16, 4)]
+    assert other.num_cached == 16
+
+
+def test_requests_of_one_step_do_not_share_what_is_not_written_yet() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add(make_request(name, range(20)))
+    assert shape(scheduler.plan(0.0)) == [("a", 0, 20), ("b", 0, 20)]
+
+
+def test_a_conversation_finds_its_own_answer_in_the_cache() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner()
+    first = make_request("a", range(10), max_tokens=9)
+    scheduler.add(first)
+    drain(scheduler, runner)
+    follow_up = make_request("b", [*first.prompt_ids, *first.output_ids, 50])
+    scheduler.add(follow_up)
+    drain(scheduler, runner)
+    assert follow_up.num_cached == 16  # of 18 computed before; the 19th never was
+    assert follow_up.output_ids == expected_output(follow_up)[0]
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    scheduler = make_scheduler(prefix_caching=False)
+    runner = FakeRunner()
+    for name in "ab":
+        scheduler.add(make_request(name, range(20)))
+        drain(scheduler, runner)
+    assert (scheduler.blocks.cached, scheduler.blocks.free) == (0, 200)
+
+
+# --- pressure
+
+
+def test_the_latest_of_the_lowest_priority_gives_way_and_the_oldest_never_does() -> None:
+    scheduler = make_scheduler(blocks=12)
+    runner = FakeRunner()
+    requests = [
+        make_request("old", range(12), max_tokens=30, arrival=0.0),
+        make_request("mid", range(100, 108), max_tokens=30, arrival=1.0),
+        make_request("low", range(200, 208), max_tokens=9, arrival=0.5, priority=5),
+    ]
+    for request in requests:
+        scheduler.add(request)
+        scheduler._reserve_ratio = 0.0  # let all in, so that they collide
+        drive(scheduler, runner)
+    assert scheduler.running == 3
+    while not scheduler.preemptions["kv"]:
+        drive(scheduler, runner)
+    assert [request.preemptions for request in requests] == [0, 0, 1]
+    ratio = scheduler.reserve_ratio
+    assert ratio > 0.05
+    drain(scheduler, runner)
+    assert requests[0].preemptions == 0
+    for request in requests:
+        assert request.output_ids == expected_output(request)[0]
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    scheduler = make_scheduler(blocks=20)
+    runner = FakeRunner()
+    old = make_request("old", range(8), max_tokens=60)
+    new = make_request("new", range(100, 116), max_tokens=40, arrival=1.0)
+    for request in (old, new):
+        scheduler.add(request)
+        scheduler._reserve_ratio = 0.0
+        drive(scheduler, runner)
+    while not new.preemptions:
+        drive(scheduler, runner)
+    scheduler.abort("old")
+    held = new.total_tokens
+    (item,) = scheduler.plan(0.0).items
+    assert item.request is new and item.start >= held // 2
+
+
+def test_admission_keeps_room_for_output_to_come() -> None:
+    scheduler = make_scheduler(blocks=40)
+    for number in range(8):
+        scheduler.add(make_request(f"r{number}", range(number * 100, number * 100 + 8), max_tokens=60))
+    scheduler.plan(0.0)
+    # 2 blocks each for the prompt; the ratio of 0.4 keeps back 6 blocks for each one's output, and 1 as a watermark.
+    assert scheduler.running == 4
+    assert scheduler.blocks.used == 8
+
+
+def test_the_reserve_rises_with_preemption_and_decays() -> None:
+    scheduler = make_scheduler()
+    start = scheduler.reserve_ratio
+    scheduler.add(make_request("a", range(4), max_tokens=500))
+    for _ in range(450):
+        plan_and_commit(scheduler)
+    assert scheduler.reserve_ratio == pytest.approx(0.1)
+    assert start == pytest.approx(0.4)
+
+
+def test_a_request_without_room_is_overtaken_a_bounded_number_of_times() -> None:
+    scheduler = make_scheduler(BatchSettings(4, 4096, 4096), blocks=60)
+    runner = FakeRunner()
+    scheduler.add(make_request("holder", range(1000, 1100), max_tokens=200))
+    drive(scheduler, runner)
+    big = make_request("big", range(2000, 2180), max_tokens=4)
+    scheduler.add(big)
+    overtakers = 0
+    for number in range(400):
+        small = make_request(f"s{number}", [3000 + number] * 4, max_tokens=1, arrival=1.0 + number)
+        scheduler.add(small)
+        drive(scheduler, runner)
+        overtakers += small.state is RequestState.FINISHED and big.state is RequestState.WAITING
+        if big.state is not RequestState.WAITING:
+            break
+    assert 1 <= overtakers <= MAX_BYPASSES
+    drain(scheduler, runner)
+    assert big.output_ids == expected_output(big)[0]
+
+
+def test_a_flush_in_mid_stream_changes_no_token() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner()
+    request = make_request("a", range(10), max_tokens=20)
+    scheduler.add(request)
+    drive(scheduler, runner, steps=5)
+    scheduler.flush_cache()
+    drain(scheduler, runner)
+    assert request.output_ids == expected_output(request)[0]
+    assert scheduler.blocks.cached == 0
+
+
+# --- gauges and leaps
+
+
+def test_gauges_tell_what_is_held_and_what_waits() -> None:
+    scheduler = make_scheduler(BatchSettings(2, 4096, 4096))
+    for number in range(4):
+        scheduler.add(make_request(f"r{number}", range(number * 50, number * 50 + 10 + number), max_tokens=100))
+    for _ in range(20):
+        plan_and_commit(scheduler)
+    assert (scheduler.running, scheduler.waiting, scheduler.waiting_prompt_tokens) == (2, 2, 12 + 13)
+    assert scheduler.running_context_tokens == 10 + 11 + 2 * 19
+    past = scheduler.running_output_past_edges
+    assert (past[0], past[16], past[64]) == (2, 2, 0)
+
+
+@hypothesis_settings(max_examples=1000 if PROVE else 40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 40)), min_size=1, max_size=5),
+    fraction=st.floats(0.0, 1.0),
+    max_num_seqs=st.integers(1, 6),
+)
+def test_a_leap_is_that_many_steps(sizes: list[tuple[int, int]], fraction: float, max_num_seqs: int) -> None:
+    def make() -> Scheduler:
+        scheduler = make_scheduler(BatchSettings(max_num_seqs, 64, 64), blocks=40)
+        for number, (prompt, output) in enumerate(sizes):
+            hashes = [f"{number}.{index}".encode() for index in range((prompt + output) // BLOCK)]
+            scheduler.add(Request(f"r{number}", prompt, output, 0.0, block_hashes=hashes))
+        return scheduler
+
+    def state(scheduler: Scheduler) -> object:
+        live = [(r.id, r.num_computed, r.output_tokens, len(r.blocks), r.state) for r in scheduler.live_requests()]
+        pool = scheduler.blocks
+        return live, pool.used, pool.cached, pool.free, scheduler.step_id, round(scheduler.reserve_ratio, 9)
+
+    leaping, stepping = make(), make()
+    leapt = 0
+    while stepping.has_work:
+        steps = int(fraction * leaping.steps_until_event())
+        leapt += steps
+        leaping.leap(steps, 0.0)
+        for _ in range(steps):
+            planned = stepping.plan(0.0)
+            assert all(item.count == 1 for item in planned.items)
+            assert not [e for e in stepping.commit(planned, None, 0.0) if e.finish_reason]
+        leaping.check_integrity()
+        assert state(leaping) == state(stepping)
+        assert plan_and_commit(leaping) == plan_and_commit(stepping)
+    assert not leaping.has_work
+    if fraction == 1.0 and len(sizes) == 1 and sizes[0][1] > 3:
+        assert leapt == sizes[0][1] - 2
+
+
+def test_a_leap_over_an_event_is_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(Request("a", 4, 10, 0.0))
+    assert scheduler.steps_until_event() == 0
+    plan_and_commit(scheduler)
+    assert scheduler.steps_until_event() == 8
+    with pytest.raises(ValueError, match="after 8"):
+        scheduler.leap(9, 0.0)
+
+
+# --- anything, in any order
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, aborts, settings and flushes between plan and commit, on a pool that is too small for all."""
+
+    @initialize(blocks=st.integers(12, 40), prefix_caching=st.booleans())
+    def set_up(self, blocks: int, prefix_caching: bool) -> None:
+        self.scheduler = make_scheduler(BatchSettings(4, 16, 8), blocks=blocks, prefix_caching=prefix_caching)
+        self.runner = FakeRunner()
+        self.requests: list[Request] = []
+        self.ends: dict[str, FinishReason] = {}
+        self.step: Step | None = None
+
+    @rule(
+        head=st.sampled_from([(1, 2, 3, 4, 5), (1,), (5, 5, 5, 5, 5, 5, 5, 5, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9)]),
+        tail=st.lists(st.integers(1, 3), max_size=14),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "x"]),
+        params=st.builds(
+            SamplingParams,
+            min_tokens=st.integers(0, 4),
+            ignore_eos=st.booleans(),
+            stop_token_ids=st.sampled_from([(), (3,)]),
+        ),
+    )
+    def add(
+        self,
+        head: tuple[int, ...],
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str,
+        params: SamplingParams,
+    ) -> None:
+        ids = (*head, *tail)
+        name = f"r{len(self.requests)}"
+        request = Request(
+            name,
+            len(ids),
+            max_tokens,
+            float(len(self.requests)),
+            prompt_ids=ids,
+            params=params,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.scheduler.add(request)
+        self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        ended = self.scheduler.abort(request.id)
+        assert (ended is not None) == (request.id not in self.ends)
+        if ended is not None:
+            self.ends[request.id] = FinishReason.ABORT
+
+    @rule(seqs=st.integers(1, 8), extra=st.integers(0, 30), threshold=st.integers(1, 20))
+    def apply(self, seqs: int, extra: int, threshold: int) -> None:
+        self.scheduler.apply(BatchSettings(seqs, seqs + extra, threshold))
+
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush_cache()
+
+    @rule()
+    def ignore_the_reserve(self) -> None:
+        self.scheduler._reserve_ratio = 0.0  # more preemptions than any load would bring
+
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def plan(self) -> None:
+        settings, before = self.scheduler.settings, self.scheduler.running
+        first = self.scheduler.live_requests()[0] if before else None
+        step = self.scheduler.plan(0.0)
+        assert first is None or first.state is RequestState.RUNNING, "the first of the running ones never gives way"
+        decodes = sum(item.count == 1 and item.start >= item.request.prompt_tokens for item in step.items)
+        assert sum(item.count for item in step.items) <= max(settings.max_num_batched_tokens, decodes)
+        assert all(item.count <= settings.long_prefill_token_threshold for item in step.items)
+        assert self.scheduler.running <= max(settings.max_num_seqs, before)
+        assert bool(step.items) == self.scheduler.has_work, "work that waits for nothing must go on"
+        assert len({item.request.id for item in step.items}) == len(step.items)
+        self.step = step if step.items else None
+
+    @precondition(lambda self: self.step is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.step is not None
+        live = [item for item in self.step.items if item.request.state is RequestState.RUNNING]
+        tokens = self.runner.run(replace(self.step, items=tuple(live)))
+        for event in self.scheduler.commit(self.step, tokens, 0.0):
+            assert event.request.id not in self.ends
+            if event.finish_reason is not None:
+                self.ends[event.request.id] = event.finish_reason
+        self.step = None
+
+    @rule(count=st.integers(1, 20))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            if self.step is not None:
+                self.commit()
+            self.plan()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        pool = self.scheduler.blocks
+        assert pool.used + pool.cached + pool.free == pool.usable
+        for request in self.requests:
+            output, _ = expected_output(request)
+            assert request.output_ids == output[: request.output_tokens]
+            assert (request.state is RequestState.FINISHED) == (request.id in self.ends)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(3000):
+            if self.step is not None:
+                self.commit()
+            if not self.scheduler.has_work:
+                break
+            self.plan()
+        assert not self.scheduler.has_work
+        assert self.scheduler.blocks.used == 0
+        for request in self.requests:
+            assert request.finish_reason is self.ends[request.id]
+            if request.finish_reason is not FinishReason.ABORT:
+                assert (request.output_ids, request.finish_reason) == expected_output(request)
+
+
+TestSchedulerMachine = pytest.mark.prove(SchedulerMachine.TestCase)
+TestSchedulerMachine.settings = hypothesis_settings(
+    max_examples=5000 if PROVE else 60, stateful_step_count=100 if PROVE else 40, deadline=None
+)
+
+
+@hypothesis_settings(max_examples=1000 if PROVE else 40, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=24), min_size=1, max_size=6),
+    blocks=st.integers(10, 60),
+    budget=st.integers(8, 64),
+    threshold=st.integers(1, 24),
+    prefix_caching=st.booleans(),
+)
+def test_every_chunk_size_and_pool_gives_the_same_tokens(
+    prompts: list[list[int]], blocks: int, budget: int, threshold: int, prefix_caching: bool
+) -> None:
+    scheduler = make_scheduler(BatchSettings(6, budget, threshold), blocks=blocks, prefix_caching=prefix_caching)
+    requests = [make_request(f"r{number}", prompt, max_tokens=12) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+    drain(scheduler, FakeRunner())
+    assert [request.output_ids for request in requests] == [expected_output(request)[0] for request in requests]
