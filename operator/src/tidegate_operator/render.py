@@ -236,7 +236,7 @@ def _engine_container(target: Target, defaults: Defaults) -> Manifest:
 
 
 def _environment(target: Target) -> list[Manifest]:
-    """HOME, because an arbitrary user id has none and the root file system is read-only; what the user gave; the uid."""
+    """HOME (an arbitrary user id has none, the root file system is read-only), what the user gave, and the uid."""
     given = {variable.name: variable.value for variable in target.spec.engine.env}
     values = {"HOME": TMP_DIR, **given, api.OBJECT_UID_ENV: target.uid}
     return [{"name": name, "value": value} for name, value in values.items()]

@@ -32,6 +32,8 @@ KUBELET_WORDS = frozenset(
 )
 """Reasons that say nothing about the cause; any other word of a crashed engine is its own."""
 HOPELESS_PULLS = re.compile(r"not found|denied|unauthorized|forbidden|invalid|no basic auth|never", re.IGNORECASE)
+BACK_OFF = re.compile(r'^Back-off pulling image "[^"]*"(: ErrImagePull: )?')
+"""The kubelet's word between two tries; the cause follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,8 @@ def _pod_problem(pod: Replica) -> Problem | None:
         return _crash(pod)
     if pod.phase is ReplicaPhase.PULL_FAILED:
         hopeless = bool(HOPELESS_PULLS.search(f"{pod.reason} {pod.message}"))
-        return Problem(Reason.IMAGE_PULL_FAILED, f"{pod.reason}: {pod.message}", permanent=hopeless)
+        message = BACK_OFF.sub("", pod.message) or pod.reason
+        return Problem(Reason.IMAGE_PULL_FAILED, f"an image cannot be pulled: {message}", permanent=hopeless)
     if pod.phase is ReplicaPhase.UNSCHEDULABLE:
         return Problem(Reason.UNSCHEDULABLE, pod.message or "no node has room for the pod", permanent=False)
     if pod.phase is ReplicaPhase.GATED:
@@ -277,8 +280,7 @@ def _is_progressing(view: View) -> Verdict:
 
 def _is_degraded(view: View) -> Verdict:
     if view.problem is not None:
-        message = f"{view.ready} of {view.desired} replicas serve: {view.problem.message}"
-        return Verdict("True", view.problem.reason, message, foreign=True)
+        return Verdict("True", view.problem.reason, view.problem.message, foreign=True)
     return Verdict("False", Reason.AS_EXPECTED, "")
 
 
@@ -409,7 +411,8 @@ def _conditions(view: View, now: float) -> list[StatusDict]:
 
 def _condition(kind: str, verdict: Verdict, before: Mapping[str, Any], stamp: tuple[int, float]) -> StatusDict:
     generation, now = stamp
-    same = before.get("status") == verdict.status and before.get("reason") == verdict.reason
+    told_before = (before.get("status"), before.get("reason"), before.get("observedGeneration"))
+    same = told_before == (verdict.status, verdict.reason, generation)
     message = verdict.message[:4096]
     if same and verdict.foreign and _without_figures(message) == _without_figures(before.get("message", "")):
         message = before["message"]
@@ -428,8 +431,8 @@ def _condition(kind: str, verdict: Verdict, before: Mapping[str, Any], stamp: tu
 
 
 def _without_figures(text: str) -> str:
-    """A foreign message without what wavers in it: numbers, and the kubelet's words about its next try."""
-    return re.sub(r"\d+", "#", re.sub(r"^\w+: |Back-off [^:]*: ", "", text))
+    """A foreign message without the numbers, which waver: nodes that lack room, seconds until the next try."""
+    return re.sub(r"\d+", "#", text)
 
 
 def _by_type(status: Mapping[str, Any]) -> dict[str, StatusDict]:
