@@ -17,11 +17,10 @@ CHAT = "smollm2"
 TIDE = "tide"
 LOAD_POD = "load"
 QUESTION = "Why does the sea have tides? Answer in two short sentences."
-PROFILE = "l4-llama-3.1-8b"
+PROFILE = "l4-qwen2.5-14b"
 MODEL_URI = "file:///models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SERVICE_PORT = 8000
 TTFT_MILLISECONDS = 2000
-ITL_MILLISECONDS = 150
 
 Manifest = dict[str, Any]
 
@@ -35,12 +34,12 @@ class Images:
     modelled: str = "tidegate.local/engine:modelled"
 
 
-SHORT_LONG = load.TrafficClass("short in, long out", (64, 256), (300, 500))
+SHORT_LONG = load.TrafficClass("short in, long out", (64, 256), (300, 400))
 LONG_SHORT = load.TrafficClass("long in, short out", (1500, 3000), (16, 48))
 PHASES = (
-    load.Phase("short in, long out", 60, 0.8, (SHORT_LONG,)),
-    load.Phase("long in, short out", 75, 0.5, (LONG_SHORT,)),
-    load.Phase("burst", 60, 2.0, (SHORT_LONG,)),
+    load.Phase("short in, long out", 60, 0.6, (SHORT_LONG,)),
+    load.Phase("long in, short out", 80, 0.5, (LONG_SHORT,)),
+    load.Phase("burst", 60, 2.2, (SHORT_LONG,)),
     load.Phase("quiet", 90, 0.1, (SHORT_LONG,)),
 )
 
@@ -70,15 +69,14 @@ def tide(images: Images, *, gpus: int) -> Manifest:
             "batching": {
                 "mode": "Auto",
                 "maxSequences": {"min": 4, "max": 64, "initial": 16},
-                "maxBatchedTokens": {"min": 256, "max": 4096, "initial": 2048},
-                "prefillChunkTokens": {"min": 128, "max": 2048, "initial": 1024},
-                "maxStepPercent": 100,
+                "maxBatchedTokens": {"min": 512, "max": 4096, "initial": 2048},
+                "prefillChunkTokens": {"min": 256, "max": 4096, "initial": 1024},
+                "maxStepPercent": 300,
                 "minIntervalSeconds": 10,
                 "verificationSeconds": 15,
             },
             "objectives": {
                 "ttft": {"percentile": 95, "milliseconds": TTFT_MILLISECONDS},
-                "interTokenLatency": {"percentile": 95, "milliseconds": ITL_MILLISECONDS},
             },
             "autoscaling": {
                 "mode": "Auto",
