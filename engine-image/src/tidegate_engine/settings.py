@@ -128,20 +128,78 @@ class SettingsFile:
 def parse_settings_file(data: Mapping[str, object]) -> SettingsFile:
     """Read `{"generation", "settings", "envelope", "patterns"}`; raises ValueError naming what is wrong."""
     try:
-        settings = BatchSettings(**{name: int(data["settings"][name]) for name in SETTING_NAMES})  # type: ignore[index]
-        envelope = Envelope(
-            **{name: (int(low), int(high)) for name, (low, high) in data["envelope"].items()}  # type: ignore[attr-defined]
+        file = SettingsFile(
+            generation=_read_whole(_read(data, "generation"), "generation"),
+            settings=_read_settings(_read(data, "settings")),
+            envelope=_read_envelope(_read(data, "envelope")),
+            patterns=_read_patterns(_read(data, "patterns")),
         )
-        patterns = tuple(
-            Pattern(item["name"], item["isl"][0], item["isl"][1], item["osl"][0], item["osl"][1])
-            for item in data["patterns"]  # type: ignore[attr-defined]
-        )
-        generation = int(data["generation"])  # type: ignore[call-overload]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"settings.json is not as expected: {error!r}") from error
-    if violation := find_violation(settings, envelope):
+    except ValueError as error:
+        raise ValueError(f"settings.json: {error}") from error
+    if violation := find_violation(file.settings, file.envelope):
         raise ValueError(f"settings.json: {violation.reason}")
-    return SettingsFile(generation, settings, envelope, patterns)
+    return file
+
+
+def _read(data: object, name: str) -> object:
+    """The member `name` of a JSON object."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"an object with {name} was expected, not {data!r}")
+    if name not in data:
+        raise ValueError(f"{name} is missing")
+    value: object = data[name]
+    return value
+
+
+def _read_whole(value: object, name: str, *, lowest: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ValueError(f"{name} must be a whole number of {lowest} or more, not {value!r}")
+    return value
+
+
+def _read_settings(data: object) -> BatchSettings:
+    return BatchSettings(
+        **{name: _read_whole(_read(data, name), f"settings.{name}", lowest=1) for name in SETTING_NAMES}
+    )
+
+
+def _read_range(value: object, name: str) -> tuple[object, object]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ValueError(f"{name} must be a list of two, not {value!r}")
+    return value[0], value[1]
+
+
+def _read_envelope(data: object) -> Envelope:
+    bounds = {}
+    for name in SETTING_NAMES:
+        where = f"envelope.{name}"
+        low, high = (_read_whole(item, where, lowest=1) for item in _read_range(_read(data, name), where))
+        if low > high:
+            raise ValueError(f"{where} is empty: {low} is above {high}")
+        bounds[name] = low, high
+    return Envelope(**bounds)
+
+
+def _read_lengths(value: object, name: str) -> tuple[int, int | None]:
+    """A range of lengths [min, max), max None = open."""
+    low, high = _read_range(value, name)
+    minimum = _read_whole(low, name)
+    return minimum, None if high is None else _read_whole(high, name, lowest=minimum + 1)
+
+
+def _read_patterns(data: object) -> tuple[Pattern, ...]:
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        raise ValueError(f"patterns must be a list, not {data!r}")
+    patterns = []
+    for index, item in enumerate(data):
+        where = f"patterns[{index}]"
+        name = _read(item, "name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{where}.name must be a text, not {name!r}")
+        isl = _read_lengths(_read(item, "isl"), f"{where}.isl")
+        osl = _read_lengths(_read(item, "osl"), f"{where}.osl")
+        patterns.append(Pattern(name, *isl, *osl))
+    return tuple(patterns)
 
 
 def settings_file_dict(file: SettingsFile) -> dict[str, object]:

@@ -180,7 +180,7 @@ def _number(value: object, name: str) -> float:
 
 # --- the online fit
 
-THRESHOLD_CANDIDATES = (0, 32, 64, 96, 128, 192, 256, 384, 512)
+THRESHOLD_CANDIDATES = (0, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512)
 MIN_SAMPLES = 64
 MIN_CELLS = 6
 MAX_CELLS = 128
@@ -232,7 +232,7 @@ class _Row:
     decode_kv_tokens: float
     prefill_attention: float
     sequences: float
-    mixed_kv_tokens: float
+    has_prefill: bool
     seconds: float
     weight: float
 
@@ -292,13 +292,12 @@ class OnlineFit:
         kept = [(shape, seconds) for shape, seconds in recent if middle / 2 <= seconds <= middle * 2]
         age = self.samples - cell.last_seen
         count = len(kept)
-        kv_tokens = sum(shape.decode_kv_tokens for shape, _ in kept) / count
         return _Row(
             tokens=tuple(shape.tokens for shape, _ in kept),
-            decode_kv_tokens=kv_tokens,
+            decode_kv_tokens=sum(shape.decode_kv_tokens for shape, _ in kept) / count,
             prefill_attention=sum(shape.prefill_attention for shape, _ in kept) / count,
             sequences=sum(shape.sequences for shape, _ in kept) / count,
-            mixed_kv_tokens=kv_tokens if recent[0][0].has_prefill else 0.0,
+            has_prefill=recent[0][0].has_prefill,
             seconds=sum(seconds for _, seconds in kept) / count,
             weight=count / CELL_SAMPLES * 0.5 ** (age / HALF_LIFE_SAMPLES),
         )
@@ -306,8 +305,8 @@ class OnlineFit:
 
 def _fit_rows(rows: Sequence[_Row], samples: int) -> StepFit | None:
     """Best fit over the threshold candidates, or None when the data cannot tell what a token costs."""
-    if samples < MIN_SAMPLES or len(rows) < MIN_CELLS:
-        return None
+    if samples < MIN_SAMPLES or len(rows) < MIN_CELLS or not any(row.has_prefill for row in rows):
+        return None  # in decodes tokens and sequences are the same number
     best: tuple[float, StepFit] | None = None
     for threshold in THRESHOLD_CANDIDATES:
         columns = _columns(rows, threshold)
@@ -334,7 +333,7 @@ def _columns(rows: Sequence[_Row], threshold: int) -> list[list[float]]:
         [row.decode_kv_tokens / row.seconds for row in rows],
         [row.prefill_attention / row.seconds for row in rows],
         [row.sequences / row.seconds for row in rows],
-        [row.mixed_kv_tokens / row.seconds for row in rows],
+        [row.decode_kv_tokens / row.seconds if row.has_prefill else 0.0 for row in rows],
     ]
 
 
