@@ -13,8 +13,8 @@ from tidegate_engine.settings import ISL_EDGES, OSL_EDGES, Pattern, pattern_of
 from tidegate_operator.observation import Demand, PatternShare
 
 UNSEEN_HAZARD = 0.9
-"""Chance that an answer ends inside the next output cell, where nothing was seen yet. With a half, cells being four times
-as wide as the last, the first requests of a new object would count for thousands of tokens each and bring replicas."""
+"""Chance that an answer ends inside the next output cell, where nothing was seen yet. With a half, since cells grow by
+four, the first requests of a new object would count for thousands of tokens each, and bring replicas."""
 LARGEST_CACHED_RATIO = 0.9
 OPEN_CELL_FACTOR = 2
 """The last cell has no upper edge: it is taken to reach to this multiple of its lower one."""
