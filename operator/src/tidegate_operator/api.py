@@ -217,8 +217,8 @@ class Model(Part):
         max_length=1024,
         description=(
             "Where the model's files come from. `file:///path` is a path inside the engine image or a volume mounted by"
-            " `podTemplate`. `oci://IMAGE` names an image that carries the files under /models: its `cp` copies them when"
-            " a pod starts; `oci://IMAGE#FILE` picks one of several files."
+            " `podTemplate`. `oci://IMAGE` names an image that carries the files under /models: its `cp` copies them"
+            " when a pod starts; `oci://IMAGE#FILE` picks one of several files."
         ),
         json_schema_extra=_rules(
             (
