@@ -81,8 +81,8 @@ def buildah(*arguments: str) -> list[str]:
 
 
 def private_mounts(*argv: str) -> list[str]:
-    """A command whose mounts end with it."""
-    return ["unshare", "--mount", "--propagation", "private", "--", *argv]
+    """A command whose mounts end with it, and whose children end when it is killed."""
+    return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--", *argv]
 
 
 def mirror() -> str:

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from tidegate_local import (
     activity,
@@ -54,11 +56,12 @@ EXPECTED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
     words, passed = split(list(sys.argv[1:] if arguments is None else arguments))
-    options = _parser().parse_args(words)
+    options = _parser().parse_args(words, argparse.Namespace(passed=passed))
     try:
-        command: Callable[[argparse.Namespace, Sequence[str]], int] = options.run
-        return command(options, passed)
+        command: Callable[[argparse.Namespace], int] = options.run
+        return command(options)
     except EXPECTED as error:
         print(error, file=sys.stderr)
         return 1
@@ -67,23 +70,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A polite kill takes the way of Ctrl-C, so that what was started is ended too."""
+    raise KeyboardInterrupt
+
+
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own words, and those that belong to another tool: argparse would take the tool's options for ours."""
-    if not words or words[0] not in PASSED_THROUGH or words[1:2] in (["--help"], ["-h"]):
+    if not words or words[0] not in PASSED_THROUGH:
         return list(words), []
     own = 3 if words[1:2] == ["--name"] else 1
     rest = list(words[own:])
     return list(words[:own]), rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _setup(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _setup(options: argparse.Namespace) -> int:
     names = [] if options.no_images else [name for name in options.images.split(",") if name]
     with activity.Progress() as progress:
         setup.everything(progress, names)
     return 0
 
 
-def _up(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _up(options: argparse.Namespace) -> int:
     with activity.Progress() as progress:
         setup.everything(progress, setup.ALL_IMAGES if options.node else ())
     plan = cluster.Plan(options.name, options.node, options.gpus, options.prometheus, detached=True)
@@ -94,13 +102,13 @@ def _up(options: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _down(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _down(options: argparse.Namespace) -> int:
     cluster.attach(options.name).stop()
     cluster.sweep()
     return 0
 
 
-def _status(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _status(options: argparse.Namespace) -> int:
     names = cluster.names()
     for name in names:
         running = cluster.attach(name)
@@ -115,24 +123,24 @@ def _status(options: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _kubeconfig(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _kubeconfig(options: argparse.Namespace) -> int:
     print(f"export KUBECONFIG={cluster.attach(options.name).kubeconfig}")
     return 0
 
 
-def _kubectl(options: argparse.Namespace, passed: Sequence[str]) -> int:
+def _kubectl(options: argparse.Namespace) -> int:
     running = cluster.attach(options.name)
-    return _become([str(binaries.path("kubectl")), *passed], running)
+    return _become([str(binaries.path("kubectl")), *options.passed], running)
 
 
-def _helm(options: argparse.Namespace, passed: Sequence[str]) -> int:
+def _helm(options: argparse.Namespace) -> int:
     running = cluster.attach(options.name)
-    return _become([str(binaries.path("helm")), *passed], running)
+    return _become([str(binaries.path("helm")), *options.passed], running)
 
 
-def _exec(options: argparse.Namespace, passed: Sequence[str]) -> int:
+def _exec(options: argparse.Namespace) -> int:
     running = cluster.attach(options.name)
-    return _become(running.enter(list(passed) or ["bash"]), running)
+    return _become(running.enter(list(options.passed) or ["bash"]), running)
 
 
 def _become(argv: Sequence[str], running: cluster.Cluster) -> int:
@@ -141,22 +149,22 @@ def _become(argv: Sequence[str], running: cluster.Cluster) -> int:
     os.execvpe(argv[0], list(argv), running.environment())  # noqa: S606 (no shell is wanted)
 
 
-def _fake_gpus(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _fake_gpus(options: argparse.Namespace) -> int:
     cluster.attach(options.name).set_gpus(options.count)
     return 0
 
 
-def _clean(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _clean(options: argparse.Namespace) -> int:
     removed = setup.clean(everything=options.all)
     print(f"Removed {removed / 1e9:.1f} GB from {cache.root()}.")
     return 0
 
 
-def _demo(_: argparse.Namespace, passed: Sequence[str]) -> int:
-    # The demo brings its own dependencies, which the other commands do without.
+def _demo(options: argparse.Namespace) -> int:
+    # The demo's dependencies take a second to import, which the other commands are spared.
     from tidegate_local import demo
 
-    return demo.main(list(passed))
+    return demo.main(options.passed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tidegate-local", description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace, Sequence[str]], int], text: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         return command
@@ -199,5 +207,5 @@ def _parser() -> argparse.ArgumentParser:
     gpus.add_argument("count", type=int)
     clean = add("clean", _clean, "Remove what an older state of the sources left in the cache.")
     clean.add_argument("--all", action="store_true", help="remove the whole cache: the next set-up starts from nothing")
-    add("demo", _demo, "The demonstration; `tidegate-local demo --help` has its options.")
+    add("demo", _demo, "Show Tidegate at work, from an empty machine to a report (demo --help has the options).")
     return parser
