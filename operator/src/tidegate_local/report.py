@@ -228,11 +228,13 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if self.logarithmic:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            values = [10.0**power for power in range(first, last + 1)]
-            if last - first <= 1:
-                values += [m * 10.0**power for power in range(first, last + 1) for m in (2.0, 5.0)]
-            return sorted(value for value in values if self.low <= value <= self.high)
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for multiples in ((1.0,), (1.0, 2.0, 5.0)):
+                values = [m * 10.0**power for power in powers for m in multiples]
+                kept = [value for value in values if self.low <= value <= self.high]
+                if len(kept) >= 3:
+                    break
+            return kept
         step = nice_step((self.high - self.low) / 3)
         count = int((self.high - self.low) / step + 1e-9)
         return [self.low + n * step for n in range(count + 1)]
@@ -308,7 +310,7 @@ def _bands(span: Span, top: float, bottom: float) -> list[str]:
 def _grid(axis: Axis) -> list[str]:
     return [
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{axis.y(value):.1f}" y2="{axis.y(value):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{axis.y(value) + 4:.1f}">{_tell(value)}</text>'
+        f'<text class="tick" x="{LEFT - 6}" y="{axis.y(value) + 4:.1f}">{value:.6g}</text>'
         for value in axis.ticks()
     ]
 
