@@ -31,7 +31,7 @@ from tidegate_operator.tokens import KeyStore
 
 WORKERS = 16
 LONGEST_PASS_SECONDS = 60.0
-CHILD_DELAY_SECONDS = 0.3
+CHILD_DELAY_SECONDS = 0.5
 """News about children comes in bursts: one pass for a burst."""
 WATCH_GRACE_SECONDS = 10.0
 """What a list shows and no watch has told after this was missed."""
@@ -53,18 +53,25 @@ class Operator:
         self._missed: frozenset[Resource] = frozenset()
         self._deaf: frozenset[Resource] = frozenset()
 
+        metrics.queue_depth.set_function(lambda: len(self._queue))
+        metrics.objects.set_function(lambda: len(store.addresses(LLM_DEPLOYMENTS)))
+        metrics.resync_age.set_function(self.resync_age_seconds)
+
     # --- probes ----------------------------------------------------------------------------------------------------
 
     def why_not_live(self) -> str | None:
         """A sentence when only a restart helps."""
-        age = time.monotonic() - (self._resynced_at or self._started_at)
-        self._metrics.resync_age.set(age)
+        age = self.resync_age_seconds()
         if age > LIVE_PERIODS * self._settings.resync_seconds + LONGEST_PASS_SECONDS:
             return f"no resync has ended for {age:.0f} s"
         if self._deaf:
             kinds = ", ".join(sorted(resource.kind for resource in self._deaf))
             return f"the watch of {kinds} misses changes"
         return None
+
+    def resync_age_seconds(self) -> float:
+        """Time since the last full comparison with the cluster, or since the start."""
+        return time.monotonic() - (self._resynced_at or self._started_at)
 
     def why_not_ready(self) -> str | None:
         """A sentence until the kind is known and everything has been listed once."""
@@ -98,7 +105,7 @@ class Operator:
                     hint = " (is the CustomResourceDefinition installed?)" if error.status == 404 else ""
                     logger.warning("Waiting for the first list: %s%s", error, hint)
                 await asyncio.sleep(RETRY_SECONDS)
-        self._finish_resync()
+        self._resynced_at = time.monotonic()
         keys = self._store.addresses(LLM_DEPLOYMENTS)
         logger.info("Found %d %s objects", len(keys), api.KIND)
         for key in keys:
@@ -126,7 +133,7 @@ class Operator:
             self._missed = frozenset(missed)
             for key in self._store.addresses(LLM_DEPLOYMENTS):
                 self._queue.add_after(key, random.uniform(0, min(30.0, period / 4)))
-            self._finish_resync()
+            self._resynced_at = time.monotonic()
 
     async def _list_all(self) -> list[Suspect]:
         suspects: list[Suspect] = []
@@ -135,17 +142,12 @@ class Operator:
                 suspects += self._store.differences(resource, await self._cluster.list(resource, namespace), namespace)
         return suspects
 
-    def _finish_resync(self) -> None:
-        self._resynced_at = time.monotonic()
-        self._metrics.objects.set(len(self._store.addresses(LLM_DEPLOYMENTS)))
-
     # --- the work --------------------------------------------------------------------------------------------------
 
     async def work_for_ever(self, reconciler: Reconciler) -> None:
         """One worker: pass after pass."""
         while True:
             key = await self._queue.get()
-            self._metrics.queue_depth.set(len(self._queue))
             started = time.perf_counter()
             result = "error"
             try:

@@ -127,7 +127,7 @@ class Cluster:
         body = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+            "metadata": {"generateName": f"{metadata['name']}-", "namespace": metadata["namespace"]},
             "eventTime": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
             "reportingController": f"{api.GROUP}/operator",
             "reportingInstance": self._instance[:128],

@@ -21,6 +21,19 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)
 """A service account's token is replaced on disk within the hour: it is read again well before."""
 
 
+class NoDiffs(kopf.DiffBaseStorage):  # type: ignore[misc]
+    """kopf copies every object deeply, several times an event, to find differences: nobody asks for them here."""
+
+    def build(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
 def kopf_settings() -> kopf.OperatorSettings:
     """Crash-only: short timeouts, long patience with an API server that is being upgraded, then exit and restart."""
     settings = kopf.OperatorSettings()
@@ -39,6 +52,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.queueing.idle_timeout = 1
     settings.queueing.exit_timeout = 0.5
     settings.process.ultimate_exiting_timeout = 30
+    settings.persistence.diffbase_storage = NoDiffs()
     settings.persistence.finalizer = "tidegate.dev/operator"  # never used, but never kopf's name
     for resource in WATCHED:
         if resource.selector:
