@@ -29,6 +29,7 @@ CHART = Path(__file__).parents[3] / "charts" / "tidegate"
 RELEASE = "tidegate"
 CRD = "llmdeployments.tidegate.dev"
 GPUS = 4
+IMAGES = ("operator", "modelled", "torch")
 LOOK_SECONDS = 2.0
 READY_TIMEOUT_SECONDS = 240.0
 AFTERMATH_SECONDS = 120.0
@@ -146,7 +147,7 @@ class Demo:
             self.say(f"Using the context {self._options.context} of your kubeconfig.")
             return access.of_context(self._options.context)
         with activity.Progress() as progress:
-            setup.everything(progress)
+            setup.everything(progress, IMAGES)
         plan = clusters.Plan(name=CLUSTER_NAME, node=True, gpus=GPUS, prometheus=True, detached=self._options.keep)
         cluster = clusters.bring_up(plan, self.say)
         if not self._options.keep:
