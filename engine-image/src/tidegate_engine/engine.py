@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 
 from tidegate_engine.metrics import EngineMetrics, FinishedRequest, isl_cell
 from tidegate_engine.request import FinishReason, Request, SampledToken, Step, TokenEvent
-from tidegate_engine.runner import Runner, shape_of_step
+from tidegate_engine.runner import Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
-from tidegate_engine.steptime import OnlineFit
+from tidegate_engine.steptime import OnlineFit, shape_of_step
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after the other before the engine gives up."""

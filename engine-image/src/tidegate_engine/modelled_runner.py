@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.request import Request, SampledToken, Step, TokenLogprobs
-from tidegate_engine.runner import ModelInfo, shape_of_step
-from tidegate_engine.steptime import Profile, StepModel
+from tidegate_engine.runner import ModelInfo
+from tidegate_engine.steptime import Profile, StepModel, shape_of_step
 
 _TEXT = (
     "the sea ebb low bay fog oar net sky dry run tow and few old new hum far off one two sun set bar dam pen was has "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate_engine.request import SampledToken, Step
-from tidegate_engine.steptime import StepModel, StepShape, shape_of
+from tidegate_engine.steptime import StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,3 @@ class Runner(Protocol):
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         """Compute `step`; returns a token by request id for every item that samples. Blocking."""
         ...
-
-
-def shape_of_step(step: Step) -> StepShape:
-    """The step as the step-time formula sees it: an item of one token that samples is a decode, others are prefill."""
-    return shape_of((item.start, item.count, not (item.samples and item.count == 1)) for item in step.items)
