@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin, probe_live
@@ -87,12 +88,16 @@ def run(options: ServeOptions, load: Callable[[], LoadedModel]) -> int:
     """Serve until told to leave; returns the exit code. Raises what `load` raises, and ServeError."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     with contextlib.ExitStack() as sockets:
-        api_socket = sockets.enter_context(_bind(options.host, options.port))
-        admin_socket = sockets.enter_context(_bind(options.host, options.admin_port))
-        import uvloop
+        api_socket = sockets.enter_context(bind(options.host, options.port))
+        admin_socket = sockets.enter_context(bind(options.host, options.admin_port))
+
+        async def main() -> int:
+            process = Process(options, api_socket=api_socket, admin_socket=admin_socket)
+            process.handle_signals()
+            return await process.run(load)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Process(options).run(load, api_socket=api_socket, admin_socket=admin_socket))
+            return runner.run(main())
 
 
 def engine_version() -> str:
@@ -125,30 +130,37 @@ def _listener(app: ASGIApp) -> _Listener:
     )
 
 
-class _Process:
-    """The life of one serving process: admin, load, API, drain, exit."""
+class Process:
+    """The life of one serving process: admin, load, API, drain, exit. The sockets are bound; it closes them."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, *, api_socket: socket.socket, admin_socket: socket.socket) -> None:
+        self.state = AdminState(stall_seconds=options.stall_seconds)
+        self.leave = asyncio.Event()
+        """Set it to drain and end."""
+        self.api_port: int = api_socket.getsockname()[1]
+        self.admin_port: int = admin_socket.getsockname()[1]
         self._options = options
-        self._state = AdminState(stall_seconds=options.stall_seconds)
-        self._leave = asyncio.Event()
+        self._api_socket = api_socket
+        self._admin_socket = admin_socket
+        self._admin = _listener(create_admin(self.state, self._admin_keys()))
         self._exit_at_once = False
 
-    async def run(
-        self, load: Callable[[], LoadedModel], *, api_socket: socket.socket, admin_socket: socket.socket
-    ) -> int:
-        self._handle_signals()
-        admin = _listener(create_admin(self._state, self._admin_keys()))
-        admin_task = asyncio.create_task(admin.serve([admin_socket]))
+    def handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.leave.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    async def run(self, load: Callable[[], LoadedModel]) -> int:
+        """Serve until `leave`; returns the exit code. Raises what `load` raises, and ServeError."""
+        admin_task = asyncio.create_task(self._admin.serve([self._admin_socket]))
         try:
-            model = await self._load(load)
-            return 0 if model is None else await self._serve(model, api_socket)
+            return await self._serve(await self._load(load))
         finally:
-            admin.should_exit = True
+            self._admin.should_exit = True
             await admin_task
 
-    async def _load(self, load: Callable[[], LoadedModel]) -> LoadedModel | None:
-        """Load in a thread; None when told to leave meanwhile (the process then ends without waiting for it)."""
+    async def _load(self, load: Callable[[], LoadedModel]) -> LoadedModel:
+        """Load in a thread; told to leave meanwhile, the process ends without waiting for it."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[LoadedModel] = loop.create_future()
 
@@ -161,7 +173,7 @@ class _Process:
                 loop.call_soon_threadsafe(_set_if_waiting, loaded, model, None)
 
         threading.Thread(target=work, name="load", daemon=True).start()
-        leave = asyncio.create_task(self._leave.wait())
+        leave = asyncio.create_task(self.leave.wait())
         try:
             await asyncio.wait((loaded, leave), return_when=asyncio.FIRST_COMPLETED)
             if loaded.done():
@@ -173,7 +185,7 @@ class _Process:
         logging.shutdown()
         os._exit(0)
 
-    async def _serve(self, model: LoadedModel, api_socket: socket.socket) -> int:
+    async def _serve(self, model: LoadedModel) -> int:
         options = self._options
         engine, batching = _build_engine(model, options)
         drain = Drain(
@@ -192,17 +204,17 @@ class _Process:
             completions=Completions(engine, model.tokenizer, limits),
             drain=drain,
             metrics=engine.metrics,
-            is_healthy=lambda: probe_live(self._state)[0],
+            is_healthy=lambda: probe_live(self.state)[0],
             version=engine_version(),
             created=int(time.time()),
         )
         api = _listener(create_api(parts, api_keys=options.api_keys))
         engine.start()
-        api_task = asyncio.create_task(api.serve([api_socket]))
+        api_task = asyncio.create_task(api.serve([self._api_socket]))
         while not api.started and not api_task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.01)
         gc.freeze()
-        self._state.loaded = Loaded(
+        self.state.loaded = Loaded(
             engine,
             batching,
             drain,
@@ -215,18 +227,18 @@ class _Process:
             "ready: %s on %s:%d, admin on %d",
             ", ".join(options.served_names),
             options.host,
-            api_socket.getsockname()[1],
-            options.admin_port,
+            self.api_port,
+            self.admin_port,
         )
         try:
             return await self._until_left(engine, drain)
         finally:
-            api.should_exit = True
+            api.should_exit = self._admin.should_exit = True
             await api_task
             engine.stop()
 
     async def _until_left(self, engine: Engine, drain: Drain) -> int:
-        leave = asyncio.create_task(self._leave.wait())
+        leave = asyncio.create_task(self.leave.wait())
         failed = asyncio.create_task(engine.failed.wait())
         try:
             await asyncio.wait((leave, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -243,18 +255,13 @@ class _Process:
         logger.info("drained")
         return 0
 
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._leave.set)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
-
     def _interrupt(self) -> None:
         """Ctrl-C: nobody routes to us, so refuse at once; a second one ends at once."""
         if self._exit_at_once:
             logging.shutdown()
             os._exit(130)
         self._exit_at_once = True
-        self._leave.set()
+        self.leave.set()
 
     def _admin_keys(self) -> AdminKeys | None:
         options = self._options
@@ -320,7 +327,7 @@ def _abort_all(engine: Engine, message: str) -> None:
         engine.abort(request.id, error=message)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet, so that a taken port is known before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

@@ -1,0 +1,141 @@
+"""The engine of the unit tests: the real process object, both listeners on loopback, and a modelled GPU that is fast.
+
+A test asks `start_engine` for one, and reaches it over HTTP as a client would.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.modelled_runner import ModelledRunner, model_info
+from tidegate_engine.runner import Runner
+from tidegate_engine.serve import LoadedModel, Process, ServeOptions, bind
+from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile
+from tidegate_engine.steptime import TERMS, Profile, StepModel
+
+OBJECT_UID = "6f0c5d1e-0000-4000-8000-000000000001"
+KEY_ID = "current"
+
+
+class StartEngine(Protocol):
+    def __call__(
+        self, *, profile: Profile | None = None, runner: Runner | None = None, **options: Any
+    ) -> Awaitable[Process]: ...
+
+
+@pytest.fixture
+def fast_profile() -> Profile:
+    """Two milliseconds a step, 64 blocks of 16 tokens, a context of 512."""
+    terms = dict.fromkeys(TERMS, 0.0)
+    return Profile(
+        name="fast",
+        gpu="Test GPU",
+        gpus=1,
+        model="test/fast",
+        layers=2,
+        kv_heads=2,
+        head_size=16,
+        vocab_size=1000,
+        weight_dtype="float32",
+        kv_dtype="float32",
+        weight_bytes=1_000,
+        kv_token_bytes=128,
+        kv_blocks=65,
+        block_tokens=16,
+        max_model_len=512,
+        start_seconds={"weights": 0.0, "warmup": 0.0},
+        step=StepModel(**{**terms, "base_seconds": 0.002}),
+        source=dict.fromkeys(TERMS, "made up for tests"),
+    )
+
+
+@pytest.fixture
+def fast_profile_file(fast_profile: Profile, tmp_path: Path) -> Path:
+    path = tmp_path / "fast.json"
+    path.write_text(json.dumps(asdict(fast_profile)))
+    return path
+
+
+@pytest.fixture
+async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
+    """Start engines that are drained at the end of the test."""
+    started: list[tuple[Process, asyncio.Task[int]]] = []
+
+    async def start(*, profile: Profile | None = None, runner: Runner | None = None, **options: Any) -> Process:
+        chosen = profile or fast_profile
+        modelled = ModelledRunner(
+            chosen,
+            model_info(
+                chosen,
+                block_tokens=chosen.block_tokens,
+                kv_blocks=chosen.kv_blocks,
+                max_model_len=chosen.max_model_len,
+            ),
+        )
+        api_socket, admin_socket = bind("127.0.0.1", 0), bind("127.0.0.1", 0)
+        settings = BatchSettings(32, 1024, 256)
+        defaults = ServeOptions(
+            host="127.0.0.1",
+            port=0,
+            admin_port=0,
+            served_names=("fast", "also-fast"),
+            settings=SettingsFile(1, settings, Envelope(), DEFAULT_PATTERNS),
+            prefix_caching=True,
+            shutdown_timeout_seconds=5.0,
+            endpoint_removal_seconds=0.0,
+            stall_seconds=60.0,
+            runner="modelled",
+            profile=chosen.name,
+            object_uid=OBJECT_UID,
+        )
+        process = Process(replace(defaults, **options), api_socket=api_socket, admin_socket=admin_socket)
+        model = LoadedModel(runner or modelled, ByteTokenizer(), on_idle=modelled.rest)
+        task = asyncio.create_task(process.run(lambda: model))
+        started.append((process, task))
+        while process.state.loaded is None and not task.done():  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0.005)
+        return process
+
+    yield start
+    for process, _ in started:
+        process.leave.set()
+    await asyncio.wait_for(asyncio.gather(*(task for _, task in started), return_exceptions=True), timeout=30)
+
+
+@pytest.fixture
+def admin_key() -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.generate()
+
+
+@pytest.fixture
+def admin_keys_file(admin_key: Ed25519PrivateKey, tmp_path: Path) -> Path:
+    """The JWKS that the engine is given."""
+    path = tmp_path / "admin-keys.json"
+    path.write_text(json.dumps({"keys": [jwk_of(admin_key)]}))
+    return path
+
+
+@pytest.fixture
+def admin_headers(admin_key: Ed25519PrivateKey) -> Callable[[], dict[str, str]]:
+    """Makes the headers with a fresh valid token."""
+
+    def make() -> dict[str, str]:
+        claims = {"aud": OBJECT_UID, "exp": int(time.time()) + 60}
+        token = jwt.encode(claims, admin_key, algorithm="EdDSA", headers={"kid": KEY_ID})
+        return {"authorization": f"Bearer {token}"}
+
+    return make
+
+
+def jwk_of(key: Ed25519PrivateKey, key_id: str = KEY_ID) -> dict[str, str]:
+    public = jwt.algorithms.OKPAlgorithm.to_jwk(key.public_key(), as_dict=True)
+    return {**{name: str(value) for name, value in public.items()}, "kid": key_id, "alg": "EdDSA", "use": "sig"}

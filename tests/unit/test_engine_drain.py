@@ -1,0 +1,174 @@
+"""Leaving without cutting anybody: by SIGTERM in a real process, and by the admin API."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import httpx
+
+from tidegate_engine.serve import Process
+from tidegate_engine.steptime import Profile
+
+StartEngine = Callable[..., Awaitable[Process]]
+MakeHeaders = Callable[[], dict[str, str]]
+DRAIN = "/admin/v1/drain"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Running:
+    """A `tidegate-engine serve` of its own."""
+
+    def __init__(self, profile: Path, *flags: str) -> None:
+        port, admin_port = free_port(), free_port()
+        self.api = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.admin = httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=10)
+        command = [sys.executable, "-m", "tidegate_engine.cli", "serve", "--runner", "modelled"]
+        command += ["--profile", str(profile), "--served-model-name", "fast", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--admin-port", str(admin_port), *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    async def probe(self, path: str) -> int:
+        """The probe's status; 0 while nothing listens."""
+        try:
+            return (await self.admin.get(path)).status_code
+        except httpx.TransportError:
+            return 0
+
+    async def until_probe(self, path: str, status: int) -> None:
+        async with asyncio.timeout(60):
+            while await self.probe(path) != status:
+                assert self.process.poll() is None, self.process.communicate()[1]
+                await asyncio.sleep(0.02)
+
+    async def exit_code(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 30)
+
+
+@asynccontextmanager
+async def running(profile: Path, *flags: str) -> AsyncIterator[Running]:
+    engine = Running(profile, *flags)
+    try:
+        yield engine
+    finally:
+        await engine.api.aclose()
+        await engine.admin.aclose()
+        engine.process.kill()
+        engine.process.communicate()
+
+
+async def read_stream(client: httpx.AsyncClient, *, tokens: int, begun: asyncio.Event | None = None) -> list[str]:
+    """The events of one streamed call."""
+    body = {"model": "fast", "prompt": "x", "max_tokens": tokens, "stream": True}
+    events = []
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line:
+                events.append(line.removeprefix("data: "))
+                if begun is not None:
+                    begun.set()
+    return events
+
+
+async def start_streams(client: httpx.AsyncClient, count: int, *, tokens: int) -> list[asyncio.Task[list[str]]]:
+    """Streams that all have begun."""
+    begun = [asyncio.Event() for _ in range(count)]
+    tasks = [asyncio.create_task(read_stream(client, tokens=tokens, begun=event)) for event in begun]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(event.wait() for event in begun))
+    return tasks
+
+
+async def until_phase(admin: httpx.AsyncClient, *phases: str) -> None:
+    async with asyncio.timeout(20):
+        while (await admin.get(DRAIN)).json()["phase"] not in phases:  # noqa: ASYNC110  # it is another's state
+            await asyncio.sleep(0.02)
+
+
+async def test_sigterm_lets_ten_streams_end_with_done_and_exits_with_0(fast_profile_file: Path) -> None:
+    async with running(fast_profile_file, "--endpoint-removal-seconds", "2") as engine:
+        await engine.until_probe("/readyz", 200)
+        streams = await start_streams(engine.api, 10, tokens=300)
+        os.kill(engine.process.pid, signal.SIGTERM)
+        await engine.until_probe("/readyz", 503)
+        assert await engine.probe("/livez") == 200
+        late = await read_stream(engine.api, tokens=3)
+        assert late[-1] == "[DONE]", "a client that does not know yet is served"
+        for events in await asyncio.gather(*streams):
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert await engine.exit_code() == 0
+
+
+async def test_sigterm_at_the_timeout_ends_streams_with_an_error_event_not_a_cut(
+    fast_profile: Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps(asdict(replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.05)))))
+    async with running(path, "--endpoint-removal-seconds", "0", "--shutdown-timeout", "0.5") as engine:
+        await engine.until_probe("/readyz", 200)
+        streams = await start_streams(engine.api, 3, tokens=500)
+        os.kill(engine.process.pid, signal.SIGTERM)
+        for events in await asyncio.gather(*streams):
+            assert events[-1] == "[DONE]"
+            error = json.loads(events[-2])["error"]
+            assert error["code"] == "aborted" and "shutting down" in error["message"]
+        assert await engine.exit_code() == 0
+
+
+async def test_probes_answer_while_the_model_loads_and_sigterm_then_ends_at_once(
+    fast_profile: Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow-start.json"
+    path.write_text(json.dumps(asdict(replace(fast_profile, start_seconds={"weights": 600.0, "warmup": 0.0}))))
+    async with running(path) as engine:
+        await engine.until_probe("/startupz", 503)
+        assert (await engine.probe("/livez"), await engine.probe("/readyz")) == (200, 503)
+        assert await engine.probe("/metrics") == 200
+        os.kill(engine.process.pid, signal.SIGTERM)
+        assert await engine.exit_code() == 0
+
+
+async def test_a_drain_serves_then_refuses_and_its_end_can_be_seen_and_cancelled(
+    start_engine: StartEngine, fast_profile: Profile, admin_keys_file: Path, admin_headers: MakeHeaders
+) -> None:
+    slower = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.006))
+    engine = await start_engine(profile=slower, admin_keys=admin_keys_file, endpoint_removal_seconds=2.0)
+    api_url, admin_url = (f"http://127.0.0.1:{port}" for port in (engine.api_port, engine.admin_port))
+    async with (
+        httpx.AsyncClient(base_url=api_url, timeout=30) as api,
+        httpx.AsyncClient(base_url=admin_url, timeout=30, headers=admin_headers()) as admin,
+    ):
+        body = {"model": "fast", "prompt": "x", "max_tokens": 2}
+        assert (await admin.get(DRAIN)).json()["phase"] == "serving"
+        streams = await start_streams(api, 2, tokens=500)
+        started = await admin.post(DRAIN, json={"timeout_seconds": 60})
+        assert started.status_code == 202
+        assert started.json()["running"] == 2 and started.json()["longest_remaining_tokens"] > 0
+        assert (await admin.get("/readyz")).status_code == 503
+        assert (await api.post("/v1/completions", json=body)).status_code == 200
+        await until_phase(admin, "refusing", "drained")
+        refused = await api.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "shutting_down"
+        patched = await admin.patch("/admin/v1/batching", json={"max_num_seqs": 2})
+        assert patched.status_code == 409 and patched.json()["error"]["code"] == "draining"
+        assert all(events[-1] == "[DONE]" for events in await asyncio.gather(*streams))
+        await until_phase(admin, "drained")
+        assert (await admin.get("/livez")).status_code == 200, "only SIGTERM ends the process"
+        assert (await admin.delete(DRAIN)).json()["phase"] == "serving"
+        assert (await admin.get("/readyz")).status_code == 200
+        assert (await api.post("/v1/completions", json=body)).status_code == 200
+        assert (await admin.post(DRAIN, json={"timeout_seconds": -1})).status_code == 422

@@ -1,0 +1,437 @@
+"""The OpenAI API of the engine, through the official client and as raw HTTP, over real sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.modelled_runner import ModelledRunner, model_info
+from tidegate_engine.request import SampledToken, Step, TokenLogprobs
+from tidegate_engine.serve import Process
+from tidegate_engine.steptime import Profile
+
+StartEngine = Callable[..., Awaitable[Process]]
+USER: Any = [{"role": "user", "content": "What is the tide?"}]
+
+
+class ScriptedRunner(ModelledRunner):
+    """Says `text` again and again in tokens of four bytes; fails where it is told to."""
+
+    def __init__(self, profile: Profile, text: str) -> None:
+        info = model_info(
+            profile, block_tokens=profile.block_tokens, kv_blocks=profile.kv_blocks, max_model_len=profile.max_model_len
+        )
+        super().__init__(profile, info)
+        self._ids = ByteTokenizer().encode(text)
+        self.fail_steps = 0
+        self.fail_requests_with = 0
+
+    def run(self, step: Step) -> Mapping[str, SampledToken]:
+        tokens = dict(super().run(step))
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("out of memory")
+        for item in step.items:
+            if item.samples:
+                request = item.request
+                token_id = self._ids[request.output_tokens % len(self._ids)]
+                logprobs = None if request.params.logprobs is None else TokenLogprobs(-0.5, ((token_id, -0.5),))
+                error = "the logits are not numbers" if request.params.seed == 666 else None
+                tokens[request.id] = SampledToken(token_id, logprobs=logprobs, error=error)
+        return tokens
+
+
+@pytest.fixture
+async def engine(start_engine: StartEngine) -> Process:
+    return await start_engine()
+
+
+@pytest.fixture
+async def client(engine: Process) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(engine) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(engine: Process) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(engine) as http:
+        yield http
+
+
+def client_of(engine: Process, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{engine.api_port}/v1", api_key=key, max_retries=0)
+
+
+def http_of(engine: Process) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30)
+
+
+def used_blocks(engine: Process) -> int:
+    assert engine.state.loaded is not None
+    return engine.state.loaded.engine.scheduler.blocks.used
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # the engine's thread changes it
+            await asyncio.sleep(0.005)
+
+
+async def test_a_chat_answers_with_usage_and_the_asked_length(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model="fast", messages=USER, max_tokens=12)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.role == "assistant" and choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+
+async def test_a_streamed_chat_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model="fast", messages=USER, max_tokens=20, seed=3)
+    stream: Any = await client.chat.completions.create(
+        model="fast",
+        messages=USER,
+        max_completion_tokens=20,
+        seed=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 20
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_a_stream_ends_with_done_and_has_no_usage_unless_asked_for(http: httpx.AsyncClient) -> None:
+    body = {"model": "fast", "prompt": "x", "max_tokens": 3, "stream": True}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
+
+
+async def test_the_second_call_with_the_same_prompt_reports_cached_tokens(client: openai.AsyncOpenAI) -> None:
+    prompt = "the tide " * 30
+    first = await client.completions.create(model="fast", prompt=prompt, max_tokens=2)
+    second = await client.completions.create(model="fast", prompt=prompt, max_tokens=2)
+    assert first.usage is not None and first.usage.prompt_tokens_details is not None
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "choices"),
+    [("abcdefgh", 2, 1), ([5, 6, 7], 3, 1), (["abcd", "efghijkl"], 3, 2), ([[1, 2], [3]], 3, 2)],
+)
+async def test_prompts_may_be_a_text_ids_or_a_list_of_either(
+    client: openai.AsyncOpenAI, prompt: Any, tokens: int, choices: int
+) -> None:
+    answer = await client.completions.create(model="fast", prompt=prompt, max_tokens=1)
+    assert answer.usage is not None and answer.usage.prompt_tokens == tokens
+    assert [choice.index for choice in answer.choices] == list(range(choices))
+
+
+async def test_n_gives_choices_of_their_own_seed_and_counts_the_prompt_once(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model="fast", messages=USER, n=3, seed=1, max_tokens=16)
+    alone = await client.chat.completions.create(model="fast", messages=USER, n=1, seed=1, max_tokens=16)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3
+    assert texts[0] == alone.choices[0].message.content
+    assert answer.usage is not None and alone.usage is not None
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 48
+
+
+async def test_n_choices_stream_side_by_side(client: openai.AsyncOpenAI) -> None:
+    stream: Any = await client.chat.completions.create(
+        model="fast", messages=USER, n=2, seed=1, max_tokens=8, stream=True
+    )
+    finished = []
+    texts = {0: "", 1: ""}
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            finished.append(choice.index)
+    assert sorted(finished) == [0, 1]
+    assert all(texts.values()) and texts[0] != texts[1]
+
+
+async def test_completions_carry_logprobs_with_offsets_into_the_text(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="fast", prompt="x", max_tokens=4, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert choice.logprobs.text_offset is not None and choice.logprobs.top_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert [
+        choice.text[offset:].startswith(token)
+        for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    ] == [True] * 4
+    assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chats_carry_logprobs_with_bytes(client: openai.AsyncOpenAI, stream: bool) -> None:
+    arguments: dict[str, Any] = {"model": "fast", "messages": USER, "max_tokens": 4, "logprobs": True}
+    if stream:
+        chunks = [
+            chunk async for chunk in await client.chat.completions.create(**arguments, top_logprobs=3, stream=True)
+        ]
+        rows = [row for chunk in chunks if chunk.choices[0].logprobs for row in chunk.choices[0].logprobs.content]
+    else:
+        answer = await client.chat.completions.create(**arguments, top_logprobs=3)
+        rows = answer.choices[0].logprobs.content
+    assert len(rows) == 4
+    assert all(bytes(row.bytes).decode() == row.token and len(row.top_logprobs) == 3 for row in rows)
+
+
+async def test_logprobs_of_multibyte_text_keep_the_true_bytes(start_engine: StartEngine, fast_profile: Profile) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "né😀 là!"))
+    async with client_of(engine) as client:
+        answer = await client.chat.completions.create(model="fast", messages=USER, max_tokens=3, logprobs=True)
+    rows = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert answer.choices[0].message.content == "né😀 là!"
+    assert b"".join(bytes(row.bytes or []) for row in rows or []) == "né😀 là!".encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
+    start_engine: StartEngine, fast_profile: Profile, stream: bool
+) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "one two STOP more and more text "))
+    async with client_of(engine) as client:
+        arguments: dict[str, Any] = {"model": "fast", "prompt": "x", "max_tokens": 200, "stop": ["o STO", "never"]}
+        if stream:
+            chunks = [chunk async for chunk in await client.completions.create(**arguments, stream=True)]
+            text, reason = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
+        else:
+            answer = await client.completions.create(**arguments)
+            text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+            assert answer.usage.completion_tokens == 3
+    assert (text, reason) == ("one tw", "stop")
+    await until(lambda: used_blocks(engine) == 0)
+    assert engine.state.loaded is not None
+    assert b'reason="stop"} 1.0' in engine.state.loaded.engine.metrics.render()
+
+
+async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine, fast_profile: Profile) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "stop"))
+    async with client_of(engine) as client:
+        answer = await client.completions.create(
+            model="fast", prompt="x", max_tokens=9, stop="stop", extra_body={"min_tokens": 3}
+        )
+    assert answer.choices[0].text == "stopstopstop"
+
+
+async def test_stop_token_ids_end_the_answer_without_their_text(
+    start_engine: StartEngine, fast_profile: Profile
+) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "abcdefghijkl"))
+    stop_id = ByteTokenizer().encode("ijkl")[0]
+    async with client_of(engine) as client:
+        answer = await client.completions.create(
+            model="fast", prompt="x", max_tokens=9, extra_body={"stop_token_ids": [stop_id]}
+        )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcdefgh", "stop")
+
+
+BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    ("completions", {"prompt": "x"}, 400, "model", "invalid_value"),
+    ("completions", {"model": "fast"}, 400, "prompt", "invalid_value"),
+    ("completions", {"model": "other", "prompt": "x"}, 404, "model", "model_not_found"),
+    ("completions", {"model": "fast", "prompt": {"a": 1}}, 400, "prompt", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": ""}, 400, "prompt", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": [-1]}, 400, "prompt", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "temperature": 9}, 400, "temperature", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "n": 17}, 400, "n", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "stop": [1]}, 400, "stop", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
+    ("completions", {"model": "fast", "prompt": "x", "min_tokens": 99}, 400, "min_tokens", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
+    ("completions", {"model": "fast", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
+    ("chat/completions", {"model": "fast", "messages": []}, 400, "messages", "invalid_value"),
+    ("chat/completions", {"model": "fast", "messages": [{"role": "boss"}]}, 400, "messages.0.role", "invalid_value"),
+    ("chat/completions", {"model": "fast", "messages": USER, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
+    (
+        "chat/completions",
+        {"model": "fast", "messages": [{"role": "user", "content": "x" * 4000}]},
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
+]
+
+
+async def test_bad_requests_get_openais_error_shape(http: httpx.AsyncClient, subtests: pytest.Subtests) -> None:
+    for path, body, status, param, code in BAD_BODIES:
+        with subtests.test(path=path, body=str(body)[:80]):
+            answer = await http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
+            assert set(error) == {"message", "type", "param", "code"} and error["message"]
+
+
+async def test_a_request_over_the_context_is_told_both_numbers(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="fast", prompt=[1] * 400, max_tokens=200)
+    assert "512" in str(caught.value) and "600" in str(caught.value)
+
+
+async def test_a_prompt_larger_than_the_kv_cache_is_refused_at_once(
+    start_engine: StartEngine, fast_profile: Profile
+) -> None:
+    engine = await start_engine(profile=replace(fast_profile, kv_blocks=9))
+    async with client_of(engine) as client:
+        with pytest.raises(openai.BadRequestError, match="129 tokens; the KV cache holds 128"):
+            await client.completions.create(model="fast", prompt=[1] * 129, max_tokens=1, stream=True)
+        assert (await client.completions.create(model="fast", prompt=[1] * 128, max_tokens=1)).choices
+
+
+async def test_a_body_that_is_not_json_and_an_unknown_path_get_the_error_shape(http: httpx.AsyncClient) -> None:
+    broken = await http.post("/v1/completions", content=b"{nope")
+    assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+    unknown = await http.get("/v1/nothing")
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "not_found"
+    method = await http.get("/v1/completions")
+    assert method.status_code == 405 and "error" in method.json()
+
+
+async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngine, fast_profile: Profile) -> None:
+    engine = await start_engine(
+        profile=replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.02)), max_queued=2
+    )
+    assert engine.state.loaded is not None
+    scheduler = engine.state.loaded.engine.scheduler
+    async with http_of(engine) as http:
+        body = {"model": "fast", "prompt": [1] * 100, "max_tokens": 400}
+        calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(6)]
+        await until(lambda: scheduler.running > 0 and scheduler.waiting >= 2)
+        refused = await http.post("/v1/completions", json=body)
+        for call in calls:
+            call.cancel()
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+async def test_models_lists_every_served_name(client: openai.AsyncOpenAI) -> None:
+    assert [model.id for model in (await client.models.list()).data] == ["fast", "also-fast"]
+    assert (await client.models.retrieve("also-fast")).id == "also-fast"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other")
+
+
+async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> None:
+    ids = (await http.post("/tokenize", json={"prompt": "high tide"})).json()
+    assert ids["count"] == 3 and ids["max_model_len"] == 512
+    assert (await http.post("/detokenize", json={"tokens": ids["tokens"]})).json() == {"prompt": "high tide"}
+    assert (await http.post("/tokenize", json={"messages": USER})).json()["count"] > 3
+    assert (await http.post("/tokenize", json={})).status_code == 400
+
+
+async def test_plain_routes_answer(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).status_code == 200
+    assert "version" in (await http.get("/version")).json()
+    assert (await http.get("/load")).json()["server_load"] == 0
+
+
+async def test_with_an_api_key_everything_but_health_and_metrics_needs_it(start_engine: StartEngine) -> None:
+    engine = await start_engine(api_keys=("first", "second"))
+    async with http_of(engine) as http:
+        for path in ("/v1/models", "/version", "/load", "/tokenize", "/anything"):
+            answer = await http.get(path)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await http.get("/v1/models", headers={"authorization": "Bearer wrong"})).status_code == 401
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+    async with client_of(engine, key="second") as client:
+        assert (await client.models.list()).data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool) -> None:
+    engine = await start_engine()
+    assert engine.state.loaded is not None
+    scheduler = engine.state.loaded.engine.scheduler
+    body = json.dumps({"model": "fast", "prompt": [7] * 64, "max_tokens": 400, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+
+    async def leave_early() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", engine.api_port)
+        writer.write(head + body)
+        await (reader.read(1) if stream else until(lambda: scheduler.running > 0))
+        writer.close()
+
+    for _ in range(5):
+        await asyncio.gather(*(leave_early() for _ in range(4)))
+    await until(lambda: not scheduler.has_work)
+    async with http_of(engine) as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'tidegate_engine_kv_blocks{state="used"} 0.0' in metrics
+    assert "tidegate_engine_requests_running 0.0" in metrics
+    aborted = sum(
+        float(line.split()[-1])
+        for line in metrics.splitlines()
+        if 'reason="abort"' in line and line.startswith("tidegate")
+    )
+    assert aborted == 20
+    scheduler.check_integrity()
+
+
+async def test_one_bad_request_fails_alone(start_engine: StartEngine, fast_profile: Profile) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "good"))
+    async with client_of(engine) as client:
+        good = asyncio.create_task(client.completions.create(model="fast", prompt="x", max_tokens=50))
+        with pytest.raises(openai.InternalServerError, match="not numbers"):
+            await client.completions.create(model="fast", prompt="x", max_tokens=5, seed=666)
+        assert (await good).usage.completion_tokens == 50  # type: ignore[union-attr]
+
+
+async def test_an_error_inside_a_stream_is_an_event_before_done(
+    start_engine: StartEngine, fast_profile: Profile
+) -> None:
+    engine = await start_engine(runner=ScriptedRunner(fast_profile, "good"))
+    async with http_of(engine) as http:
+        body = {"model": "fast", "prompt": "x", "max_tokens": 5, "seed": 666, "stream": True}
+        events = (await http.post("/v1/completions", json=body)).text.strip().split("\n\n")
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert events[-1] == "data: [DONE]"
+
+
+async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
+    start_engine: StartEngine, fast_profile: Profile
+) -> None:
+    runner = ScriptedRunner(fast_profile, "good")
+    engine = await start_engine(runner=runner)
+    async with client_of(engine) as client:
+        runner.fail_steps = 1
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            await client.completions.create(model="fast", prompt="x", max_tokens=5)
+        assert (await client.completions.create(model="fast", prompt="x", max_tokens=5)).choices[0].text
+    assert used_blocks(engine) == 0
+
+
+async def test_requests_that_together_need_more_than_the_kv_cache_all_finish(
+    start_engine: StartEngine, fast_profile: Profile
+) -> None:
+    engine = await start_engine(profile=replace(fast_profile, kv_blocks=17))
+    async with client_of(engine) as client:
+        calls = [client.completions.create(model="fast", prompt=[index + 1] * 50, max_tokens=100) for index in range(8)]
+        answers = await asyncio.gather(*calls)
+    assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [100] * 8
+    assert engine.state.loaded is not None
+    engine.state.loaded.engine.scheduler.check_integrity()
