@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from tidegate_engine import blocks as blocks_module
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool, IntegrityError, OutOfBlocksError
 from tidegate_engine.request import Request
@@ -314,7 +315,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.available == self.pool.usable
 
 
-TestPoolMachine = pytest.mark.prove(PoolMachine.TestCase)
+TestPoolMachine = pytest.mark.prove(pytest.mark.timeout(3600)(PoolMachine.TestCase))
 TestPoolMachine.settings = hypothesis_settings(
-    max_examples=5000 if PROVE else 40, stateful_step_count=100 if PROVE else 40, deadline=None
+    max_examples=2000 if PROVE else 40, stateful_step_count=80 if PROVE else 40, deadline=None
 )

@@ -724,9 +724,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert (request.output_ids, request.finish_reason) == expected_output(request)
 
 
-TestSchedulerMachine = pytest.mark.prove(SchedulerMachine.TestCase)
+TestSchedulerMachine = pytest.mark.prove(pytest.mark.timeout(3600)(SchedulerMachine.TestCase))
 TestSchedulerMachine.settings = hypothesis_settings(
-    max_examples=5000 if PROVE else 60, stateful_step_count=100 if PROVE else 40, deadline=None
+    max_examples=2000 if PROVE else 60, stateful_step_count=80 if PROVE else 40, deadline=None
 )
 
 
