@@ -23,9 +23,13 @@ MISSED_SHARE = 0.05
 """Targets are for the 95th percentile."""
 Z95 = 1.645
 MAX_UTILISATION = 0.95
-KV_RESERVE = 1.1
-"""KV of a sequence counts for this much more, since admission must not lead to preemptions."""
-MIXED_STEPS_IGNORED, MIXED_STEPS_DECISIVE = 0.03, 0.08
+RESIDUAL_SHARE = 0.9
+"""Of a running step, what a request has to wait for its end, in all but a few cases."""
+LIKELY = 0.2
+"""What an arriving request meets with this chance or more decides its 95th percentile."""
+KV_RESERVE = 1.2
+"""KV of a sequence counts for this much more: admission keeps blocks back for what running requests still write."""
+MIXED_STEPS_IGNORED, MIXED_STEPS_DECISIVE = 0.035, 0.055
 """Below the first share of steps with prefill the 95th percentile of the ITL does not see them, above the second it
 does."""
 STALL_FACTOR = 2
@@ -126,6 +130,10 @@ class Load:
     decoding: float
     prefilling: float
     mixed_share: float
+    crowding: float
+    """Share of a step with prefill that the prefill takes: how much prompts that are read together slow each other."""
+    residual_seconds: float
+    """Time to the next step for a request that arrives while one runs, nearly the whole of that step."""
     chunk_tokens: float
     slots: float
     slots_by_kv: bool
@@ -157,6 +165,8 @@ class Capacity:
     """Targets that an idle replica misses already (`ttft`, `itl`, `queue`); they were relaxed for the rate."""
     idle_ttft_seconds: float
     idle_itl_seconds: float
+    running: float
+    """Requests in progress at that rate."""
 
 
 def scenario(model: StepModel, engine: EngineInfo, *, mix: Mix, targets: Targets) -> Scenario | None:
@@ -248,18 +258,23 @@ def load_at(scene: Scenario, settings: BatchSettings, rate: float) -> Load | Non
         attention=budget * scene.attention / scene.prefill_tokens,
         prefills=max(1.0, prefilling),
     )
+    crowding = (filled - bare) / filled
+    busy = -math.expm1(-sequences)
+    met_mixed = min(1.0, busy * mixed * filled / step / LIKELY)
     load = Load(
         rate=rate,
         step_seconds=step,
         decoding=decoding,
         prefilling=prefilling,
         mixed_share=mixed,
+        crowding=crowding,
+        residual_seconds=RESIDUAL_SHARE * min(1.0, busy / LIKELY) * (bare + met_mixed * (filled - bare)),
         chunk_tokens=chunk,
         slots=max(1.0, min(slots, kv_slots)),
         slots_by_kv=kv_slots < slots,
         budget_tokens=budget,
         prefill_utilisation=rate * scene.prefill_tokens * full / budget,
-        slot_utilisation=sequences / min(slots, kv_slots),
+        slot_utilisation=(sequences + _surge(prefilling, crowding) - _surge(prefilling, 0)) / min(slots, kv_slots),
         kv_tokens=kv,
     )
     return load if max(load.prefill_utilisation, load.slot_utilisation) < MAX_UTILISATION else None
@@ -276,9 +291,9 @@ def _waits(scene: Scenario, load: Load) -> tuple[tuple[float, float], ...]:
     prefill_mean = (
         prefill_second * scene.prefill_square_tokens / (2 * scene.prefill_tokens) / (1 - load.prefill_utilisation)
     )
-    # A prompt that finds others in the same step still gets a share of it: only a step that is full makes it wait.
-    share = load.prefilling * load.chunk_tokens / load.budget_tokens
-    prefill_chance = load.prefill_utilisation * min(1.0, share)
+    # As many prompts as fit their chunks into the budget are read side by side.
+    lanes = max(1.0, load.budget_tokens / load.chunk_tokens)
+    prefill_chance = load.prefill_utilisation ** (math.sqrt(2 * (lanes + 1)) - 1)
     return (slot_chance, slot_mean), (prefill_chance, prefill_mean)
 
 
@@ -289,36 +304,46 @@ def _tail(waits: tuple[tuple[float, float], ...], seconds: float) -> float:
     return min(1.0, sum(chance * math.exp(-seconds / mean) if mean > 0 else 0.0 for chance, mean in waits))
 
 
-def _residual_seconds(load: Load) -> float:
-    """What is left, on average, of the step that runs when a request arrives."""
-    return load.step_seconds / 2 * -math.expm1(-(load.decoding + load.prefilling))
+def _surge(prefilling: float, crowding: float) -> float:
+    """How many prompts above the mean are read at once in a busy moment (95th percentile).
+
+    Prompts that do not slow each other are Poisson; prompts that share the engine's time are geometric (processor
+    sharing); `crowding` says how far between the two.
+    """
+    return Z95 * math.sqrt(prefilling + crowding * prefilling**2)
 
 
 def _prefill_seconds(scene: Scenario, load: Load) -> list[tuple[float, float]]:
     """(share, seconds from the first step to the first token) of every kind."""
-    others = load.rate * load.step_seconds
+    mean_chunks = _chunks(scene, load.chunk_tokens)
+    typical = scene.prefill_tokens / mean_chunks
+    surge = _surge(load.prefilling, load.crowding)
     times = []
     for kind in scene.kinds:
         chunk = min(load.chunk_tokens, kind.prefill_tokens)
+        chunks = max(1.0, kind.prefill_tokens / load.chunk_tokens)
+        # Others come and go while a long prompt is read, so a busy moment does not last for all of it.
+        others = load.prefilling + surge / math.sqrt((1 + chunks / mean_chunks) / 2)
         step = _step_seconds(
             scene,
             decoding=load.decoding,
-            prefill=min(load.budget_tokens, chunk + others * scene.prefill_tokens),
-            attention=chunk * kind.attention / kind.prefill_tokens + others * scene.attention,
-            prefills=1 + load.prefilling,
+            prefill=min(load.budget_tokens, chunk + others * typical),
+            attention=chunk * kind.attention / kind.prefill_tokens
+            + others * typical * scene.attention / scene.prefill_tokens,
+            prefills=1 + others,
         )
-        times.append((kind.share, max(1.0, kind.prefill_tokens / load.chunk_tokens) * step))
+        times.append((kind.share, chunks * step))
     return times
 
 
 def _missed_ttft(scene: Scenario, load: Load, seconds: float) -> float:
     """Share of the requests whose first token takes longer than `seconds`."""
-    waits, residual = _waits(scene, load), _residual_seconds(load)
+    waits, residual = _waits(scene, load), load.residual_seconds
     return sum(share * _tail(waits, seconds - residual - prefill) for share, prefill in _prefill_seconds(scene, load))
 
 
 def _missed_queue(scene: Scenario, load: Load, seconds: float) -> float:
-    return _tail(_waits(scene, load), seconds - _residual_seconds(load))
+    return _tail(_waits(scene, load), seconds - load.residual_seconds)
 
 
 def _quantile(missed_share: Callable[[Scenario, Load, float], float], *, scene: Scenario, load: Load) -> float:
@@ -340,7 +365,7 @@ def _load_mixed_seconds(scene: Scenario, load: Load) -> float:
     return _mixed_seconds(
         scene,
         decoding=load.decoding,
-        prefilling=load.prefilling,
+        many=max(1.0, load.prefilling + _surge(load.prefilling, load.crowding)),
         chunk=load.chunk_tokens,
         budget=load.budget_tokens,
     )
@@ -359,9 +384,8 @@ def _itl_held(scene: Scenario, load: Load) -> float:
     return max(_itl_p95(scene, load), _load_mixed_seconds(scene, load) / STALL_FACTOR)
 
 
-def _mixed_seconds(scene: Scenario, *, decoding: float, prefilling: float, chunk: float, budget: float) -> float:
-    """Duration of a step with an unusually large (95th percentile) share of prefill."""
-    many = max(1.0, prefilling + Z95 * math.sqrt(prefilling))
+def _mixed_seconds(scene: Scenario, *, decoding: float, many: float, chunk: float, budget: float) -> float:
+    """Duration of a step in which `many` prompts are read."""
     typical = sum(kind.share * kind.prefill_tokens * min(chunk, kind.prefill_tokens) for kind in scene.kinds)
     prefill = min(budget, many * typical / scene.prefill_tokens)
     return _step_seconds(
@@ -379,10 +403,9 @@ def full_batch_itl_seconds(scene: Scenario, settings: BatchSettings) -> float:
     decoding = min(float(settings.max_num_seqs), scene.kv_tokens / sequence_kv)
     budget = max(1.0, settings.max_num_batched_tokens - decoding)
     chunk = min(float(settings.long_prefill_token_threshold), budget)
-    starting = decoding / max(1.0, scene.decode_steps)
-    return _mixed_seconds(
-        scene, decoding=decoding, prefilling=starting * _chunks(scene, chunk), chunk=chunk, budget=budget
-    )
+    reading = decoding / max(1.0, scene.decode_steps) * _chunks(scene, chunk)
+    many = max(1.0, reading + _surge(reading, 0))
+    return _mixed_seconds(scene, decoding=decoding, many=many, chunk=chunk, budget=budget)
 
 
 def predict(scene: Scenario, settings: BatchSettings, rate: float) -> Prediction:
@@ -455,12 +478,14 @@ def capacity_of(scene: Scenario, settings: BatchSettings) -> Capacity:
     reachable, missed = (scene, {}) if _meets(scene, settings, smallest) else _relaxed(scene, settings)
     rate = _largest_rate(reachable, settings, low=smallest) if _meets(reachable, settings, smallest) else 0.0
     idle = load_at(scene, settings, min(rate, smallest) or IDLE_RATE)
+    full = load_at(scene, settings, rate) if rate > 0 else None
     return Capacity(
         requests_per_second=rate,
         bottleneck=_bottleneck(reachable, settings, rate),
         unreachable=tuple(missed),
         idle_ttft_seconds=_quantile(_missed_ttft, scene=scene, load=idle) if idle else math.inf,
         idle_itl_seconds=_itl_p95(scene, idle) if idle else math.inf,
+        running=full.decoding + full.prefilling if full else 0.0,
     )
 
 
@@ -559,6 +584,11 @@ def best_settings(scene: Scenario, envelope: Envelope, *, present: BatchSettings
         present=capacity_of(scene, present),
         gain_ratio=1.0 if best == present else score / present_score if present_score > 0 else math.inf,
     )
+
+
+def score_of(scene: Scenario, settings: BatchSettings) -> float:
+    """What `best_settings` compares, with unreachable targets relaxed for these settings."""
+    return capacity_of(scene, settings).requests_per_second * _worth(scene, settings)
 
 
 def _score(scene: Scenario, reachable: Scenario, settings: BatchSettings) -> float:

@@ -106,27 +106,31 @@ def dump_memory(memory: Memory) -> dict[str, object]:
         "version": VERSION,
         "settings": None if memory.settings is None else _settings_list(memory.settings),
         "generation": memory.generation,
-        "changedAt": memory.changed_at,
+        "changedAt": _stamp(memory.changed_at),
         "trial": None
         if trial is None
         else {
-            "at": trial.at,
+            "at": _stamp(trial.at),
             "before": _settings_list(trial.before),
             "measured": dict(trial.measured),
             "predicted": dict(trial.predicted),
         },
         "effect": dict(memory.effect) or None,
-        "cooldownUntil": memory.cooldown_until,
+        "cooldownUntil": _stamp(memory.cooldown_until),
         "settled": list(memory.settled) or None,
-        "history": [[item.at, item.most, item.least] for item in memory.history] or None,
-        "since": memory.since,
-        "pendingAt": memory.pending_at,
-        "scales": [[item.at, item.before, item.after] for item in memory.scales] or None,
-        "missingSince": memory.missing_since,
+        "history": [[_stamp(item.at), item.most, item.least] for item in memory.history] or None,
+        "since": _stamp(memory.since),
+        "pendingAt": _stamp(memory.pending_at),
+        "scales": [[_stamp(item.at), item.before, item.after] for item in memory.scales] or None,
+        "missingSince": _stamp(memory.missing_since),
         "correction": None if memory.correction == 1 else memory.correction,
-        "correctedAt": memory.corrected_at,
+        "correctedAt": _stamp(memory.corrected_at),
     }
     return {name: value for name, value in data.items() if value is not None}
+
+
+def _stamp(at: float | None) -> float | None:
+    return None if at is None else round(at, 1)
 
 
 def _number(value: object) -> float | None:

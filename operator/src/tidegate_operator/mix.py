@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from tidegate_engine.settings import ISL_EDGES, OSL_EDGES, Pattern, pattern_of
 from tidegate_operator.observation import Demand, PatternShare
 
-UNSEEN_HAZARD = 0.9
-"""Chance that an answer ends inside the next output cell, where nothing was seen yet. With a half, since cells grow by
-four, the first requests of a new object would count for thousands of tokens each, and bring replicas."""
+PRIOR_HAZARDS = (0.1, 0.25, 0.5, 0.9, 0.97, 0.99)
+"""Chance that an answer ends inside each output cell but the last, before any was seen: chat-like, most between 64 and
+1,024 tokens, and a thin tail, so that the first requests of a new object do not count for thousands of tokens each."""
 LARGEST_CACHED_RATIO = 0.9
 OPEN_CELL_FACTOR = 2
 """The last cell has no upper edge: it is taken to reach to this multiple of its lower one."""
@@ -98,13 +98,12 @@ def _running_distribution(demand: Demand) -> dict[int, float]:
     ended = _marginal(demand.finished_per_second, axis=1)
     shares: dict[int, float] = {}
     alive = 1.0
-    for index, edge in enumerate(OSL_EDGES[:-1]):
-        above = OSL_EDGES[index + 1]
+    for edge, above, prior in zip(OSL_EDGES[:-1], OSL_EDGES[1:], PRIOR_HAZARDS, strict=True):
         ends = ended.get(edge, 0.0) * demand.window_seconds
         survives = demand.running_past_output_edge.get(above, 0.0) + demand.window_seconds * sum(
             rate for osl, rate in ended.items() if osl >= above
         )
-        hazard = (ends + UNSEEN_HAZARD) / (ends + survives + 1.0)
+        hazard = (ends + prior) / (ends + survives + 1.0)
         shares[edge] = alive * hazard
         alive *= 1 - hazard
     shares[OSL_EDGES[-1]] = alive

@@ -222,8 +222,10 @@ def correct_by_measurement(context: Context) -> Context:
     estimate = needs(context, demand, capacity)
     if miss <= FEEDBACK_MISS_RATIO or estimate.up > context.current or memory.correction <= CORRECTION_FLOOR:
         return context
-    # As far down as makes one replica more than there are the answer, in bounded steps.
-    correction = significant(max(CORRECTION_FLOOR, memory.correction * max(CORRECTION_STEP, 1 / miss)))
+    # By the measured ratio in bounded steps, but at least so far that one more replica is the answer.
+    tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
+    one_more = memory.correction * estimate.inputs["needed"] / (context.current * tolerance) * 0.999
+    correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
     return replace(context, memory=replace(memory, correction=correction, corrected_at=now))
 
 
@@ -257,7 +259,7 @@ def needs(context: Context, demand: Demand, capacity: Capacity) -> Needs:
     spec, observation, memory = context.spec, context.observation, context.memory
     arrivals = sum(demand.arrivals_per_second.values())
     drain = drain_seconds(spec, observation)
-    backlog = max(0.0, demand.waiting - arrivals * allowed_wait_seconds(spec)) / drain
+    backlog = backlog_requests(context, demand, capacity) / drain
     keep = 1 - spec.autoscaling.headroom_percent / 100
     usable = max(1e-6, capacity.requests_per_second * memory.correction * keep)
     aim = context.tuning.plan.capacity.requests_per_second if context.tuning.plan and context.tuning.reason else 0.0
@@ -287,6 +289,21 @@ def drain_seconds(spec: Spec, observation: Observation) -> float:
     queue = spec.objectives.queue_time or spec.objectives.ttft
     start = min(observation.start_seconds or 0.0, 120.0)
     return max(queue.seconds if queue else 0.0, start, SHORTEST_DRAIN_SECONDS)
+
+
+def backlog_requests(context: Context, demand: Demand, capacity: Capacity) -> float:
+    """Requests that are late: waiting beyond the queue target, or admitted into a batch too full to serve them in time.
+
+    The second kind is believed only as far as measured TTFTs say so too, since after a change of the mix many of the
+    running requests are merely of the old kind.
+    """
+    arrivals = sum(demand.arrivals_per_second.values())
+    waiting = max(0.0, demand.waiting - arrivals * allowed_wait_seconds(context.spec))
+    target, seen = context.spec.objectives.ttft, demand.ttft_p95_seconds
+    if target is None or seen is None:
+        return waiting
+    crowd = demand.running - capacity.running * context.observation.count(ReplicaPhase.READY)
+    return waiting + max(0.0, min(crowd, arrivals * (seen - target.seconds)))
 
 
 def allowed_wait_seconds(spec: Spec) -> float:
@@ -576,7 +593,9 @@ def conclude(context: Context) -> Decision:
         action = Action.SCALE_UP if context.replicas > current else Action.SCALE_DOWN
     else:
         action = Action.HOLD if tuning.reason is None else Action.RETUNE
-    reason = tuning.reason if action == Action.RETUNE and tuning.reason else context.reason
+    reason = context.reason
+    if not scaled:
+        reason = tuning.reason or tuning.hold_reason or reason
     capacity = context.capacity
     return Decision(
         replicas=context.replicas,

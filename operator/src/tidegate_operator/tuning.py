@@ -8,6 +8,7 @@ calls `tune` before it chooses replicas, since settings act in seconds and repli
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope
 from tidegate_operator.api import BatchingMode, Spec
@@ -18,8 +19,10 @@ from tidegate_operator.capacity import (
     Scenario,
     best_settings,
     capacity_of,
+    full_batch_itl_seconds,
     predict,
     round_to,
+    score_of,
 )
 from tidegate_operator.memory import Memory, Trial
 from tidegate_operator.observation import Demand, Observation, ReplicaPhase
@@ -27,7 +30,8 @@ from tidegate_operator.observation import Demand, Observation, ReplicaPhase
 MIN_GAIN_RATIO = 1.1
 """Predicted gain below which the settings stay: noise must not move them."""
 MIN_REQUESTS = 10
-"""Requests in the window below which the mix is too thin to act on."""
+MIN_ANSWERS = 5
+"""Requests that arrived, and that finished, in the window, below which the mix is too thin to act on."""
 SETTLED_TOLERANCE = 0.1
 WORSE_RATIO = 1.2
 MISSED_RATIO = 1.1
@@ -47,6 +51,8 @@ class Tuning:
     memory: Memory
     reason: str | None = None
     """CamelCase; None when nothing changed."""
+    hold_reason: str = ""
+    """Why a decision that changes nothing is still worth reading."""
     message: str = ""
     aim: BatchSettings | None = None
     """Where the steps lead to; None when the present settings stay."""
@@ -147,7 +153,9 @@ def judge_trial(
             message=f"batch settings back to {describe(trial.before)}: {compare(trial.measured, measured)}",
             now=now,
         )
-    return replace(tuning, memory=memory)
+    seen = compare(trial.measured, measured)
+    message = f"batch settings {describe(tuning.settings)} kept: {foretell(trial.predicted)}; {seen}"
+    return replace(tuning, memory=memory, hold_reason="SettingsVerified", message=message)
 
 
 def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
@@ -177,6 +185,7 @@ def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> b
         ready > 0
         and demand.pods_covered >= ready
         and arrivals * demand.window_seconds >= MIN_REQUESTS
+        and sum(demand.finished_per_second.values()) * demand.window_seconds >= MIN_ANSWERS - 0.5
         and _applied_everywhere(observation, tuning.generation)
         and not (tuning.memory.cooldown_until is not None and observation.now < tuning.memory.cooldown_until)
     )
@@ -193,9 +202,7 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     plan = best_settings(scene, spec.envelope(), present=tuning.settings)
     if plan.gain_ratio < MIN_GAIN_RATIO:
         return replace(tuning, memory=replace(memory, settled=signature))
-    step = step_towards(
-        plan.settings, tuning.settings, percent=spec.batching.max_step_percent, envelope=spec.envelope()
-    )
+    step = best_step(scene, plan.settings, present=tuning.settings, spec=spec)
     if step == tuning.settings:
         return replace(tuning, memory=replace(memory, settled=signature))
     per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
@@ -259,13 +266,18 @@ def foresee(scene: Scenario, *, present: BatchSettings, step: BatchSettings, rat
         figures[f"ttft_seconds{suffix}"] = prediction.ttft_p95_seconds
         figures[f"itl_seconds{suffix}"] = prediction.itl_p95_seconds
         figures[f"capacity{suffix}"] = capacity_of(scene, settings).requests_per_second
+        figures[f"full_batch_itl_seconds{suffix}"] = full_batch_itl_seconds(scene, settings)
     return {name: significant(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def foretell(predicted: Mapping[str, float]) -> str:
     """The predicted effect in words: `predicted ITL p95 41 → 28 ms, capacity 3.1 → 4.4 req/s`."""
     parts = []
-    for name, label in (("ttft_seconds", "TTFT p95"), ("itl_seconds", "ITL p95")):
+    for name, label in (
+        ("ttft_seconds", "TTFT p95"),
+        ("itl_seconds", "ITL p95"),
+        ("full_batch_itl_seconds", "ITL of a full batch"),
+    ):
         after, before = predicted.get(name), predicted.get(f"{name}_before")
         if after is not None:
             old = "unbounded" if before is None else f"{before * 1000:.0f}"
@@ -317,6 +329,24 @@ def step_towards(aim: BatchSettings, present: BatchSettings, *, percent: int, en
             rounded = old + forward * max(1, math.floor(abs(min(max(new, low), high) - old)))
         values[name] = rounded
     return within(BatchSettings(**values), envelope)
+
+
+def best_step(scene: Scenario, aim: BatchSettings, *, present: BatchSettings, spec: Spec) -> BatchSettings:
+    """One allowed step towards `aim`: of all settings at once or of some, whichever is predicted to be best.
+
+    On the way to good settings some steps are bad ones, such as a smaller budget before a smaller number of sequences.
+    """
+    full = step_towards(aim, present, percent=spec.batching.max_step_percent, envelope=spec.envelope())
+    if full == aim:
+        return full
+    moved = [name for name in SETTING_NAMES if getattr(full, name) != getattr(present, name)]
+    parts = {
+        within(replace(present, **{name: getattr(full, name) for name in names}), spec.envelope())
+        for count in range(1, len(moved) + 1)
+        for names in combinations(moved, count)
+    }
+    ordered = sorted(parts - {present}, key=lambda settings: tuple(settings.as_dict().values()))
+    return max([full, *ordered], key=lambda settings: score_of(scene, settings))
 
 
 def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
