@@ -1,0 +1,194 @@
+"""From samples to Demand: rates, resets, percentiles, freshness; unknown is never zero."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate_engine.settings import TTFT_BUCKETS_SECONDS
+from tidegate_operator.demand import (
+    MIN_SCRAPES,
+    Measured,
+    PodSample,
+    PodWindow,
+    combine,
+    parse_exposition,
+    quantile,
+    step_model_of,
+    window_of,
+)
+from tidegate_operator.observation import Demand, MetricsState
+
+PAGE = """# HELP tidegate_engine_requests_arrived_total requests
+# TYPE tidegate_engine_requests_arrived_total counter
+tidegate_engine_requests_arrived_total{isl="0"} 3
+tidegate_engine_requests_arrived_total{isl="1024"} 4.0 1700000000
+tidegate_engine_requests_finished_total{isl="0",osl="16",reason="stop"} 2
+tidegate_engine_requests_finished_total{isl="0",osl="16",reason="length"} 5
+tidegate_engine_requests_running 7
+tidegate_engine_requests_waiting NaN
+tidegate_engine_ttft_seconds_bucket{isl="0",le="0.5"} 1
+tidegate_engine_ttft_seconds_bucket{isl="64",le="0.50"} 2
+tidegate_engine_ttft_seconds_bucket{isl="0",le="+Inf"} 4
+tidegate_engine_ttft_seconds_sum{isl="0"} 4
+tidegate_engine_kv_blocks{state="used"} 1
+tidegate_engine_kv_blocks{state="cached"} 1
+tidegate_engine_kv_blocks{state="free"} 2
+tidegate_engine_step_model{term="base_seconds"} 0.005
+vllm:num_requests_running{model_name="m"} 7
+broken line
+tidegate_engine_requests_running_other 1
+"""
+
+
+def test_a_page_is_read_and_labels_that_nobody_asks_for_are_summed_away() -> None:
+    values = parse_exposition(PAGE, 1.0).values
+    assert values["arrivals", "0"] == 3
+    assert values["arrivals", "1024"] == 4
+    assert values["finished", "0", "16"] == 7
+    assert values["running",] == 7
+    assert values["ttft", "0.5"] == 3
+    assert values["ttft", "inf"] == 4
+    assert not any(key[0] == "waiting" for key in values), "NaN is unknown"
+    assert len(values) == 10
+
+
+def sample(at: float, arrived: float, running: float = 1.0) -> PodSample:
+    return PodSample(at, {("arrivals", "0"): arrived, ("running",): running})
+
+
+def test_a_rate_is_the_increase_over_the_window() -> None:
+    window = window_of("p", [sample(0, 10), sample(5, 15), sample(10, 20), sample(15, 40)])
+    assert window is not None
+    assert window.values["arrivals", "0"] == pytest.approx(30 / 15)
+    assert (window.sampled_at, window.scrapes, window.seconds) == (15, 4, 15)
+
+
+def test_below_four_scrapes_there_are_levels_but_no_rates() -> None:
+    window = window_of("p", [sample(0, 10), sample(5, 15), sample(10, 20)])
+    assert window is not None
+    assert ("arrivals", "0") not in window.values
+    assert window.values["running",] == 1
+
+
+def test_a_counter_that_was_reset_gains_what_it_shows_since() -> None:
+    window = window_of("p", [sample(0, 100), sample(5, 110), sample(10, 4), sample(15, 6)])
+    assert window is not None
+    assert window.values["arrivals", "0"] == pytest.approx((10 + 4 + 2) / 15)
+
+
+def test_samples_older_than_the_window_do_not_count() -> None:
+    old = [sample(at, 0) for at in (0.0, 10.0)]
+    window = window_of("p", [*old, *(sample(100 + 10 * n, 10 * n) for n in range(7))])
+    assert window is not None
+    assert window.scrapes == 7
+    assert window.values["arrivals", "0"] == pytest.approx(1.0)
+
+
+def test_a_series_that_appears_later_counts_from_zero() -> None:
+    samples = [PodSample(float(at), {("running",): 1.0}) for at in (0, 5, 10)] + [sample(15, 30)]
+    window = window_of("p", samples)
+    assert window is not None
+    assert window.values["arrivals", "0"] == pytest.approx(2.0)
+
+
+def test_no_sample_is_no_window() -> None:
+    assert window_of("p", []) is None
+
+
+def test_the_quantile_is_linear_inside_its_bucket() -> None:
+    assert quantile({1.0: 0.0, 2.0: 10.0, math.inf: 10.0}, 0.5) == pytest.approx(1.5)
+    assert quantile({1.0: 10.0, math.inf: 10.0}, 0.95) == pytest.approx(0.95)
+
+
+def test_a_quantile_above_the_last_bound_is_that_bound() -> None:
+    assert quantile({1.0: 1.0, 2.0: 2.0, math.inf: 100.0}, 0.95) == 2.0
+
+
+@pytest.mark.parametrize("buckets", [{}, {1.0: 0.0, math.inf: 0.0}, {1.0: 5.0}])
+def test_a_quantile_of_nothing_is_unknown(buckets: dict[float, float]) -> None:
+    assert quantile(buckets, 0.95) is None
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.0015, 150), min_size=1, max_size=60))
+def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]) -> None:
+    bounds = (*TTFT_BUCKETS_SECONDS, math.inf)
+    found = quantile({bound: float(sum(value <= bound for value in values)) for bound in bounds}, 0.95)
+    rank = math.ceil(0.95 * len(values) - 1e-9)
+    true = sorted(values)[rank - 1]
+    upper = min(bound for bound in bounds if true <= bound)
+    lower = max((bound for bound in bounds if bound < true), default=0.0)
+    assert found is not None
+    assert lower - 1e-9 <= found <= upper + 1e-9
+
+
+def window(pod: str, *, at: float = 100.0, scrapes: int = MIN_SCRAPES, **levels: float) -> PodWindow:
+    values = {(name,): value for name, value in ({"running": 1.0} | levels).items()}
+    values |= {("arrivals", "0"): 2.0, ("finished", "0", "16"): 1.0}
+    values |= {("ttft", "1.0"): 10.0, ("ttft", "inf"): 10.0, ("kv_blocks", "used"): 1.0, ("kv_blocks", "free"): 3.0}
+    return PodWindow(pod, at, 60.0, scrapes, values)
+
+
+def combined(*windows: PodWindow, ready: tuple[str, ...] = ("a", "b")) -> tuple[Demand | None, MetricsState, str]:
+    return combine(Measured(windows), ready_pods=ready, now=110.0, stale_after_seconds=60.0)
+
+
+def test_pods_are_summed_and_the_oldest_of_the_newest_samples_dates_the_sum() -> None:
+    demand, state, _ = combined(window("a", at=100), window("b", at=90, waiting=5.0))
+    assert state is MetricsState.FRESH
+    assert demand is not None
+    assert demand.arrivals_per_second == {0: 4.0}
+    assert demand.finished_per_second == {(0, 16): 2.0}
+    assert (demand.running, demand.waiting, demand.pods_covered, demand.sampled_at) == (2.0, 5.0, 2, 90)
+    assert demand.ttft_p95_seconds == pytest.approx(0.95)
+    assert demand.kv_used_ratio == pytest.approx(0.25)
+    assert demand.itl_p95_seconds is None
+    assert demand.prompt_tokens_per_second is None
+
+
+def test_series_of_pods_that_are_gone_do_not_count() -> None:
+    demand, _, _ = combined(window("a"), window("gone", waiting=500.0))
+    assert demand is not None
+    assert (demand.pods_covered, demand.waiting) == (1, 0.0)
+
+
+def test_a_stale_pod_is_left_out_and_all_stale_is_stale() -> None:
+    demand, state, _ = combined(window("a"), window("b", at=40))
+    assert demand is not None
+    assert (demand.pods_covered, state) == (1, MetricsState.FRESH)
+    nothing, state, message = combined(window("a", at=40), window("b", at=30))
+    assert (nothing, state) == (None, MetricsState.STALE)
+    assert "70 s old" in message
+
+
+@pytest.mark.parametrize(
+    ("measured", "ready", "words"),
+    [
+        (Measured(error="PrometheusError: down"), ("a",), "PrometheusError: down"),
+        (Measured(), (), "no replica is ready"),
+        (Measured(), ("a",), "none of the 1 ready replicas"),
+        (Measured((window("a", scrapes=2),)), ("a",), "2 of the 4 scrapes"),
+        (Measured((PodWindow("a", 100.0, 60.0, 9, {("arrivals", "0"): 1.0}),)), ("a",), "scrapes"),
+    ],
+)
+def test_what_is_missing_is_said_and_there_is_no_demand(measured: Measured, ready: tuple[str, ...], words: str) -> None:
+    demand, state, message = combine(measured, ready_pods=ready, now=110.0, stale_after_seconds=60.0)
+    assert demand is None
+    assert state is MetricsState.ABSENT
+    assert words in message
+
+
+def test_the_step_model_is_read_only_when_it_is_whole() -> None:
+    terms = ("base_seconds", "threshold_tokens", "token_seconds", "kv_token_seconds", "sequence_seconds")
+    terms += ("attention_seconds", "mixed_kv_token_seconds")
+    values = {("step_model", term): 1.0 for term in terms}
+    whole = PodWindow(
+        "a", 0, 60, 4, {**values, ("step_model_residual_ratio", ""): 0.1, ("step_model_samples", ""): 9.0}
+    )
+    model, residual, samples = step_model_of(whole)
+    assert model is not None
+    assert (model.base_seconds, residual, samples) == (1.0, 0.1, 9.0)
+    assert step_model_of(PodWindow("a", 0, 60, 4, {("step_model", "base_seconds"): 1.0}))[0] is None
+    assert step_model_of(None) == (None, None, None)

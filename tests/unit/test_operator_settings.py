@@ -1,0 +1,55 @@
+"""The operator's settings: every variable, its default, and one sentence when it is wrong."""
+
+import pytest
+
+from tidegate_operator.__main__ import main
+from tidegate_operator.settings import SettingsError, read
+
+GIVEN = {
+    "TIDEGATE_NAMESPACE": "tidegate",
+    "TIDEGATE_ENGINE_IMAGE": "engine:1",
+    "TIDEGATE_ADMIN_KEY_SECRET": "keys",
+    "KUBECONFIG": "/k",
+}
+
+
+def test_defaults_are_those_of_the_chart() -> None:
+    settings = read(GIVEN)
+    assert settings.scopes == (None,)
+    assert settings.prometheus_url is None
+    assert (settings.metrics_port, settings.health_port, settings.resync_seconds) == (9090, 8080, 300)
+    assert settings.engine_run_as_user == 10001
+
+
+def test_namespaces_are_a_list_without_repetition() -> None:
+    settings = read(GIVEN | {"TIDEGATE_WATCH_NAMESPACES": " a, b ,,a"})
+    assert settings.scopes == ("a", "b")
+
+
+def test_an_empty_user_id_leaves_the_choice_to_the_cluster() -> None:
+    assert read(GIVEN | {"TIDEGATE_ENGINE_RUN_AS_USER": ""}).engine_run_as_user is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"TIDEGATE_NAMESPACE": " "}, "TIDEGATE_NAMESPACE is not set"),
+        ({"TIDEGATE_RESYNC_SECONDS": "soon"}, "not a number"),
+        ({"TIDEGATE_METRICS_PORT": "99999"}, "allowed are 0 to 65535"),
+        ({"TIDEGATE_LOG_LEVEL": "loud"}, "allowed are DEBUG"),
+        ({"TIDEGATE_ENGINE_RUN_AS_USER": "root"}, "not a user id"),
+        ({"KUBECONFIG": ""}, "KUBECONFIG"),
+    ],
+)
+def test_a_wrong_variable_is_named(change: dict[str, str], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        read(GIVEN | change)
+
+
+def test_the_program_says_what_is_missing_and_ends_with_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (*GIVEN, "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["run"]) == 2
+    assert "KUBECONFIG" in capsys.readouterr().err
