@@ -201,7 +201,8 @@ class Generation:
             self.abort()
 
     def _usage(self) -> Usage:
-        prompts = {id(choice.request.prompt_ids): choice.request for choice in self._choices}.values()
+        # Choices of one prompt share its list; the first of them tells what the cache held before the call.
+        prompts = {id(choice.request.prompt_ids): choice.request for choice in reversed(self._choices)}.values()
         return Usage(
             prompt_tokens=sum(request.prompt_tokens for request in prompts),
             completion_tokens=sum(choice.tokens for choice in self._choices),
