@@ -109,10 +109,11 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
     from tidegate_engine.modelled_runner import ModelledRunner, model_info
     from tidegate_engine.serve import LoadedModel
 
+    block_tokens = args.block_size or profile.block_tokens
     info = model_info(
         profile,
-        block_tokens=args.block_size or profile.block_tokens,
-        kv_blocks=args.num_gpu_blocks_override or profile.kv_blocks,
+        block_tokens=block_tokens,
+        kv_blocks=args.num_gpu_blocks_override or max(2, profile.kv_blocks * profile.block_tokens // block_tokens),
         max_model_len=args.max_model_len or profile.max_model_len,
     )
     time.sleep(sum(profile.start_seconds.values()))
