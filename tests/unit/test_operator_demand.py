@@ -1,12 +1,14 @@
 """From samples to Demand: rates, resets, percentiles, freshness; unknown is never zero."""
 
 import math
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.settings import TTFT_BUCKETS_SECONDS
+from tidegate_engine.steptime import StepModel
 from tidegate_operator.demand import (
     MIN_SCRAPES,
     Measured,
@@ -125,7 +127,7 @@ def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]) ->
 
 
 def window(pod: str, *, at: float = 100.0, scrapes: int = MIN_SCRAPES, **levels: float) -> PodWindow:
-    values = {(name,): value for name, value in ({"running": 1.0} | levels).items()}
+    values: dict[tuple[str, ...], float] = {(name,): value for name, value in ({"running": 1.0} | levels).items()}
     values |= {("arrivals", "0"): 2.0, ("finished", "0", "16"): 1.0}
     values |= {("ttft", "1.0"): 10.0, ("ttft", "inf"): 10.0, ("kv_blocks", "used"): 1.0, ("kv_blocks", "free"): 3.0}
     return PodWindow(pod, at, 60.0, scrapes, values)
@@ -181,12 +183,9 @@ def test_what_is_missing_is_said_and_there_is_no_demand(measured: Measured, read
 
 
 def test_the_step_model_is_read_only_when_it_is_whole() -> None:
-    terms = ("base_seconds", "threshold_tokens", "token_seconds", "kv_token_seconds", "sequence_seconds")
-    terms += ("attention_seconds", "mixed_kv_token_seconds")
-    values = {("step_model", term): 1.0 for term in terms}
-    whole = PodWindow(
-        "a", 0, 60, 4, {**values, ("step_model_residual_ratio", ""): 0.1, ("step_model_samples", ""): 9.0}
-    )
+    values: dict[tuple[str, ...], float] = {("step_model", term.name): 1.0 for term in fields(StepModel)}
+    values |= {("step_model_residual_ratio", ""): 0.1, ("step_model_samples", ""): 9.0}
+    whole = PodWindow("a", 0, 60, 4, values)
     model, residual, samples = step_model_of(whole)
     assert model is not None
     assert (model.base_seconds, residual, samples) == (1.0, 0.1, 9.0)
