@@ -325,7 +325,9 @@ async def test_steps_that_keep_failing_end_the_engine_with_a_reason(
         for _ in range(3):
             answer = await client.post("/v1/completions", json={"model": "fast", "prompt": "x"})
             assert answer.status_code == 500
-    await until(lambda: loop.failure is not None)
+        await until(lambda: loop.failure is not None)
+        late = await client.post("/v1/completions", json={"model": "fast", "prompt": "x"})
+        assert late.status_code == 500, "nobody waits for an engine that is gone"
     health: Health = loop.health()
     assert not health.alive and "device lost" in (health.failure or "")
 

@@ -125,6 +125,9 @@ class Engine:
         self._thread.join(timeout=5)
 
     def submit(self, request: Request, sink: Sink) -> None:
+        if self.failure is not None:
+            sink.push(Output(None, FinishReason.ERROR, "the engine failed"))
+            return
         self._put(_Add(request, sink))
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
@@ -168,6 +171,9 @@ class Engine:
                 if self.scheduler.has_work:
                     self._step()
                 self._deliver()
+        except EngineFailed as error:
+            logger.error("the engine gives up: %s", error)
+            self._give_up(str(error))
         except Exception as error:
             logger.exception("the engine loop failed")
             self._give_up(f"{type(error).__name__}: {error}")
