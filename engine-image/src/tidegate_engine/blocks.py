@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from tidegate_engine.request import Request
 
 NULL_BLOCK = 0
+ID_BYTES = array("q").itemsize
 
 
 class OutOfBlocksError(RuntimeError):
@@ -196,14 +197,22 @@ class BlockPool:
         hashes = request.block_hashes
         if not request.prompt_ids:
             return (hashes[index] if index < len(hashes) else None), None
-        ids = request.token_ids(index * self.block_tokens, self.block_tokens)
-        if len(ids) < self.block_tokens:
+        content = self._content_of(request, index)
+        if len(content) < self.block_tokens * ID_BYTES:
             return None, None
-        content = array("q", ids).tobytes()
         if index == len(hashes):
             parent = hashes[-1] if hashes else _hash_root(self.epoch, request.cache_salt)
             hashes.append(_hash_block(parent, content))
         return hashes[index], content
+
+    def _content_of(self, request: Request, index: int) -> bytes:
+        """The known token ids of block `index`, in bytes; a prompt is packed once."""
+        start, end = index * self.block_tokens, (index + 1) * self.block_tokens
+        if end > request.prompt_tokens:
+            return array("q", request.token_ids(start, self.block_tokens)).tobytes()
+        if request.packed_prompt is None:
+            request.packed_prompt = array("q", request.prompt_ids).tobytes()
+        return request.packed_prompt[start * ID_BYTES : end * ID_BYTES]
 
 
 def _hash_root(epoch: int, salt: str) -> bytes:

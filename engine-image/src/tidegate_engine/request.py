@@ -80,6 +80,8 @@ class Request:
     """Number of arrival, given by the scheduler; breaks ties of equal priority and arrival."""
     num_published: int = 0
     """Leading blocks that the prefix cache knows, or cannot know."""
+    packed_prompt: bytes | None = None
+    """`prompt_ids` as 64-bit integers, for hashing and comparing."""
     hash_epoch: int | None = None
     """Epoch of the prefix cache that `block_hashes` and the blocks belong to."""
     bypassed: int = 0

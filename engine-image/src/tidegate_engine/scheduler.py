@@ -409,10 +409,13 @@ class Scheduler:
         if self._stuck_at == pressure and self._running:
             return
         self._stuck_at = None
+        outstanding = sum([_expected_output(request) for request in self._running])
         passed: list[Request] = []
         while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
             request = self._waiting[len(passed)]
-            if self._place(request):
+            expected = outstanding + _expected_output(request)
+            if self._place(request, self._reserved_blocks(expected) if self._running else 0):
+                outstanding = expected
                 del self._waiting[len(passed)]
                 self._waiting_tokens -= request.total_tokens
                 self._start(request, now)
@@ -426,13 +429,12 @@ class Scheduler:
             if len(passed) >= MAX_PASSED_PER_STEP or any(r.preemptions or r.bypassed >= MAX_BYPASSES for r in passed):
                 return
 
-    def _place(self, request: Request) -> bool:
-        """Give `request` blocks for all its known tokens, when enough is left over for the output of all."""
+    def _place(self, request: Request, reserve: int) -> bool:
+        """Give `request` blocks for all its known tokens, when at least `reserve` are left over."""
         pool = self.blocks
         shared = pool.match(request)
         fresh = -(-request.total_tokens // pool.block_tokens) - len(shared)
-        left_over = pool.available - pool.count_unused(shared) - fresh
-        if left_over < (self._reserved_blocks(request) if self._running else 0):
+        if pool.available - pool.count_unused(shared) - fresh < reserve:
             return False
         pool.share(shared)
         request.blocks = shared + pool.allocate(fresh)
@@ -440,13 +442,10 @@ class Scheduler:
         request.num_published = len(shared)
         return True
 
-    def _reserved_blocks(self, candidate: Request) -> int:
-        """Blocks that admission must leave over: a watermark and a share of the output still to come."""
-        outstanding = 0
-        for request in (candidate, *self._running):
-            outstanding += min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
+    def _reserved_blocks(self, output_tokens: int) -> int:
+        """Blocks that admission must leave over: a watermark and a share of the output that may still come."""
         watermark = max(len(self._running) + 1, int(self.blocks.usable * WATERMARK_FRACTION))
-        return watermark + int(outstanding * self._reserve_ratio / self.blocks.block_tokens)
+        return watermark + int(output_tokens * self._reserve_ratio / self.blocks.block_tokens)
 
     def _start(self, request: Request, now: float) -> None:
         insort(self._running, request, key=_order)
@@ -488,6 +487,10 @@ _NO_TOKEN = SampledToken(-1, error="the step gave no token for this request")
 
 def _order(request: Request) -> tuple[int, float, int]:
     return request.priority, request.arrival, request.sequence
+
+
+def _expected_output(request: Request) -> int:
+    return min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
 
 
 def _end_of(request: Request, token: SampledToken | None) -> FinishReason | None:
