@@ -68,6 +68,8 @@ class Memory:
     correction: float = 1.0
     """Measured over predicted capacity, at most 1."""
     corrected_at: float | None = None
+    corrected_for: tuple[float, ...] = ()
+    """The mix under which the correction was found; it holds for no other."""
 
     @property
     def last_scale_at(self) -> float | None:
@@ -94,6 +96,7 @@ def load_memory(data: Mapping[str, object]) -> Memory:
             missing_since=_number(data.get("missingSince")),
             correction=_number(data.get("correction")) or 1.0,
             corrected_at=_number(data.get("correctedAt")),
+            corrected_for=tuple(float(item) for item in _list(data.get("correctedFor"))),
         )
     except (TypeError, ValueError, KeyError):
         return Memory()
@@ -125,6 +128,7 @@ def dump_memory(memory: Memory) -> dict[str, object]:
         "missingSince": _stamp(memory.missing_since),
         "correction": None if memory.correction == 1 else memory.correction,
         "correctedAt": _stamp(memory.corrected_at),
+        "correctedFor": list(memory.corrected_for) or None,
     }
     return {name: value for name, value in data.items() if value is not None}
 

@@ -38,7 +38,7 @@ from tidegate_operator.observation import (
     Observation,
     ReplicaPhase,
 )
-from tidegate_operator.tuning import Tuning, significant, tune
+from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, tune
 
 STARTING_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.PULLING, ReplicaPhase.LOADING)
 STUCK_PHASES = (ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED)
@@ -52,6 +52,7 @@ REACTIVE_DOWN_PRESSURE = 0.5
 CORRECTION_FLOOR = 0.4
 CORRECTION_STEP = 0.7
 CORRECTION_LIFE_SECONDS = 1800
+CORRECTION_MIX_TOLERANCE = 0.3
 FEEDBACK_REQUESTS = 20
 FEEDBACK_MISS_RATIO = 1.1
 
@@ -207,11 +208,14 @@ def hold_without_metrics(context: Context) -> Context:
 def correct_by_measurement(context: Context) -> Context:
     """SLO feedback: where targets are missed though the model sees enough replicas, believe less of its capacity."""
     demand, capacity, memory = context.observation.demand, context.capacity, context.memory
-    if demand is None or capacity is None:
+    if demand is None or capacity is None or context.scene is None:
         return context
-    now = context.now
-    if memory.corrected_at is not None and now - memory.corrected_at >= CORRECTION_LIFE_SECONDS:
-        memory = replace(memory, correction=1.0, corrected_at=None)
+    now, mix = context.now, moments_of(context.scene)
+    if memory.corrected_at is not None and (
+        now - memory.corrected_at >= CORRECTION_LIFE_SECONDS
+        or not is_near(memory.corrected_for, mix, tolerance=CORRECTION_MIX_TOLERANCE)
+    ):
+        memory = replace(memory, correction=1.0, corrected_at=None, corrected_for=())
         context = replace(context, memory=memory)
     stamps = [memory.last_scale_at, memory.changed_at, memory.corrected_at, *_ready_times(context.observation)]
     settled = all(stamp is None or now - stamp >= demand.window_seconds for stamp in stamps)
@@ -226,7 +230,7 @@ def correct_by_measurement(context: Context) -> Context:
     tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
     one_more = memory.correction * estimate.inputs["needed"] / (context.current * tolerance) * 0.999
     correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
-    return replace(context, memory=replace(memory, correction=correction, corrected_at=now))
+    return replace(context, memory=replace(memory, correction=correction, corrected_at=now, corrected_for=mix))
 
 
 def _ready_times(observation: Observation) -> list[float]:

@@ -6,7 +6,7 @@ calls `tune` before it chooses replicas, since settings act in seconds and repli
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -197,7 +197,7 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     if memory.changed_at is not None and now < memory.changed_at + spec.batching.min_interval_seconds:
         return tuning
     signature = signature_of(scene, spec.envelope())
-    if _near(memory.settled, signature):
+    if is_near(memory.settled, signature, tolerance=SETTLED_TOLERANCE):
         return tuning
     plan = best_settings(scene, spec.envelope(), present=tuning.settings)
     if plan.gain_ratio < MIN_GAIN_RATIO:
@@ -353,11 +353,6 @@ def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
     """What the best settings depend on, in few figures: a search is spared while they stay."""
     step = scene.step
     parts = (
-        scene.prefill_tokens,
-        math.sqrt(scene.prefill_square_tokens),
-        scene.decode_steps,
-        math.sqrt(scene.decode_square_steps),
-        scene.context,
         step.base_seconds,
         step.token_seconds,
         step.kv_token_seconds,
@@ -366,12 +361,25 @@ def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
         scene.targets.queue_seconds or 0.0,
         *(end for name in SETTING_NAMES for end in envelope.bounds(name)),
     )
+    return (*moments_of(scene), *(significant(part) for part in parts))
+
+
+def moments_of(scene: Scenario) -> tuple[float, ...]:
+    """The mix in few figures."""
+    parts = (
+        scene.prefill_tokens,
+        math.sqrt(scene.prefill_square_tokens),
+        scene.decode_steps,
+        math.sqrt(scene.decode_square_steps),
+        scene.context,
+    )
     return tuple(significant(part) for part in parts)
 
 
-def _near(old: tuple[float, ...], new: tuple[float, ...]) -> bool:
+def is_near(old: Sequence[float], new: Sequence[float], *, tolerance: float) -> bool:
+    """Whether all figures agree within a share of themselves."""
     return len(old) == len(new) and all(
-        abs(a - b) <= SETTLED_TOLERANCE * max(abs(a), abs(b)) for a, b in zip(old, new, strict=True)
+        abs(a - b) <= tolerance * max(abs(a), abs(b)) for a, b in zip(old, new, strict=True)
     )
 
 

@@ -1,0 +1,239 @@
+"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words.
+
+Reads an object that kubectl printed; talks to no cluster itself, so it needs no rights and works on a saved file too.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidegate_operator.api import KIND
+
+DESCRIPTION = """\
+Tools for people who run language models with Tidegate."""
+
+EXPLAIN = """\
+Say in words what the operator saw of an LLMDeployment, what it decided and why: the mix of requests, the formula with
+its figures (so that you can recompute the number of replicas), what bounded it, and what a change of the batch settings
+was predicted and measured to do.
+
+Reads the object, or a list of them, as JSON or YAML:
+
+  kubectl get lld my-model -o json | tidegate explain
+  kubectl get lld -A -o yaml > all.yaml; tidegate explain -f all.yaml
+"""
+
+Fields = Mapping[str, Any]
+
+
+class UnreadableInput(Exception):
+    """The input is not an LLMDeployment; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one sentence on stderr when the input cannot be read."""
+    parser = argparse.ArgumentParser(prog="tidegate", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explain = commands.add_parser(
+        "explain",
+        help="say why an LLMDeployment has the replicas and batch settings that it has",
+        description=EXPLAIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument(
+        "-f", "--filename", default="-", metavar="FILE", help="file with the object; - (the default) is standard input"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        objects = list(read_objects(_read(options.filename)))
+    except UnreadableInput as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join("\n".join(explain_object(item)) for item in objects))
+    return 0
+
+
+def _read(filename: str) -> str:
+    try:
+        return sys.stdin.read() if filename == "-" else Path(filename).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableInput(f"cannot read {filename}: {error}") from error
+
+
+def read_objects(text: str) -> Iterator[Fields]:
+    """The LLMDeployments in `text`, a JSON or YAML document with one object or a list of them."""
+    data = _parse(text)
+    if not isinstance(data, Mapping):
+        raise UnreadableInput("the input holds no Kubernetes object; pipe `kubectl get lld NAME -o json` into it")
+    items = data.get("items") if str(data.get("kind", "")).endswith("List") else [data]
+    found = [item for item in items or [] if isinstance(item, Mapping) and item.get("kind") == KIND]
+    if not found:
+        raise UnreadableInput(f"the input holds no {KIND}, but {data.get('kind') or 'something without a kind'}")
+    yield from found
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        import yaml  # not needed for JSON, and no dependency of the bare package
+    except ImportError as error:
+        raise UnreadableInput("the input is no JSON, and PyYAML is not installed; use kubectl's -o json") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UnreadableInput(f"the input is neither JSON nor YAML: {' '.join(str(error).split())}") from error
+
+
+def explain_object(item: Fields) -> list[str]:
+    """Lines about one object."""
+    metadata, status = _part(item, "metadata"), _part(item, "status")
+    name = f"{metadata.get('namespace', 'default')}/{metadata.get('name', '?')}"
+    if not status:
+        return [f"{name}: no status yet; the operator has not seen it"]
+    return [
+        *_headline(name, status),
+        *_traffic(status),
+        *_objectives(_part(item, "spec"), status),
+        *_last_decision(_part(status, "autoscaling")),
+        *_effect(_part(status, "autoscaling")),
+        *_history(_part(status, "autoscaling")),
+        *_troubles(status),
+    ]
+
+
+def _headline(name: str, status: Fields) -> Iterable[str]:
+    scaling, batching = _part(status, "autoscaling"), _part(status, "batching")
+    wanted = scaling.get("wantedReplicas")
+    yield (
+        f"{name}: {status.get('readyReplicas', 0)} of {scaling.get('desiredReplicas', '?')} replicas ready"
+        f"{'' if wanted is None else f', the load asks for {wanted}'} (autoscaling {scaling.get('mode', '?')})"
+    )
+    desired = _part(batching, "desired")
+    if desired:
+        limits = f"{desired.get('maxSequences')} sequences, {desired.get('maxBatchedTokens')} tokens a step"
+        applied = f"generation {batching.get('generation')}, applied by {batching.get('appliedReplicas', 0)}"
+        yield f"  batch settings: {limits}, prompts in chunks of {desired.get('prefillChunkTokens')} ({applied})"
+        if batching.get("lastMessage"):
+            yield f"    {batching.get('lastReason')} at {batching.get('lastChangeTime')}: {batching['lastMessage']}"
+
+
+def _traffic(status: Fields) -> Iterable[str]:
+    traffic = _part(status, "traffic")
+    if traffic.get("arrivalRate") is None:
+        return
+    yield f"  seen: {traffic['arrivalRate']:g} requests/s over {traffic.get('windowSeconds', '?')} s"
+    for item in _list(traffic, "classes"):
+        if item.get("sharePercent"):
+            lengths = ""
+            if item.get("inputTokensMean") is not None:
+                lengths = f", {item['inputTokensMean']} tokens in and {item.get('outputTokensMean')} out on average"
+            yield f"    {item['sharePercent']:>3} % {item.get('name')}{lengths}"
+
+
+def _objectives(spec: Fields, status: Fields) -> Iterable[str]:
+    goals, seen = _part(spec, "objectives"), _part(status, "objectives")
+    for label, goal, field in (
+        ("TTFT", "ttft", "ttftP95Milliseconds"),
+        ("inter-token latency", "interTokenLatency", "itlP95Milliseconds"),
+        ("queue time", "queueTime", "queueP95Milliseconds"),
+    ):
+        target, value = _part(goals, goal).get("milliseconds"), seen.get(field)
+        if target is None and value is None:
+            continue
+        measured = "not measured" if value is None else f"{value} ms"
+        verdict = "" if target is None or value is None else " - met" if value <= target else " - MISSED"
+        yield f"  {label} p95: {measured}{'' if target is None else f', goal {target} ms'}{verdict}"
+
+
+def _last_decision(scaling: Fields) -> Iterable[str]:
+    decision = _part(scaling, "lastDecision")
+    if not decision:
+        yield "  no decision yet"
+        return
+    yield f"  last decision ({decision.get('time')}): {decision.get('action')}, {decision.get('reason')}"
+    yield f"    {decision.get('message')}"
+    bottleneck = decision.get("bottleneck", "None")
+    if bottleneck != "None":
+        yield f"    a replica is bound by: {bottleneck}"
+    yield from formula(_part(decision, "inputs"))
+    if bounded := decision.get("boundedBy"):
+        yield f"    then bounded by: {', '.join(bounded)}; decided: {decision.get('replicas')}"
+
+
+def formula(inputs: Fields) -> Iterable[str]:
+    """The number of replicas, worked out again from the figures of the decision."""
+    names = ("arrivalsPerSecond", "backlogPerSecond", "capacityPerReplica", "correction", "headroomPercent")
+    if any(inputs.get(name) is None for name in names):
+        return
+    arrivals, backlog, capacity, correction, headroom = (float(inputs[name]) for name in names)
+    usable = capacity * correction * (1 - headroom / 100)
+    if usable <= 0:
+        return
+    yield (
+        f"    needed = (arrivals {arrivals:g} + backlog {backlog:g}) req/s / (capacity {capacity:g} x correction"
+        f" {correction:g} x (1 - headroom {headroom:g} %)) = {(arrivals + backlog) / usable:.2f} replicas"
+    )
+
+
+def _effect(scaling: Fields) -> Iterable[str]:
+    inputs = _part(_part(scaling, "lastDecision"), "inputs")
+    lines = []
+    for figure, label in (("ttft_seconds", "TTFT p95"), ("itl_seconds", "inter-token latency p95")):
+        predicted = _milliseconds(
+            inputs.get(f"effect_predicted_{figure}_before"), inputs.get(f"effect_predicted_{figure}")
+        )
+        measured = _milliseconds(inputs.get(f"effect_before_{figure}"), inputs.get(f"effect_measured_{figure}"))
+        if predicted and measured:
+            lines.append(f"    {label}: predicted {predicted}, measured {measured}")
+    if lines:
+        generation = inputs.get("effect_generation")
+        yield (
+            f"  effect of batch settings generation {generation:g}:"
+            if generation
+            else "  effect of the batch settings:"
+        )
+        yield from lines
+
+
+def _milliseconds(before: float | None, after: float | None) -> str | None:
+    if after is None:
+        return None
+    old = "unbounded" if before is None else f"{before * 1000:.0f}"
+    return f"{old} → {after * 1000:.0f} ms"
+
+
+def _history(scaling: Fields) -> Iterable[str]:
+    decisions = _list(scaling, "decisions")
+    if not decisions:
+        return
+    yield "  changes, newest first:"
+    for item in reversed(decisions):
+        change = f"{item.get('action')} to {item.get('replicas')}, {item.get('reason')}"
+        yield f"    {item.get('time')} {change}: {item.get('message')}"
+
+
+def _troubles(status: Fields) -> Iterable[str]:
+    bad_when_true = ("Reconciling", "Stalled", "Degraded")
+    for item in _list(status, "conditions"):
+        if item.get("status") == ("True" if item.get("type") in bad_when_true else "False"):
+            yield f"  {item.get('type')}={item.get('status')} ({item.get('reason')}): {item.get('message')}"
+
+
+def _part(fields: Fields, name: str) -> Fields:
+    value = fields.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(fields: Fields, name: str) -> Sequence[Fields]:
+    value = fields.get(name)
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

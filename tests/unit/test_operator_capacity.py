@@ -1,0 +1,250 @@
+"""The performance maths of one replica."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate_engine.blocks import BlockPool
+from tidegate_engine.request import Request
+from tidegate_engine.scheduler import Scheduler
+from tidegate_engine.settings import BatchSettings, Envelope, find_violation
+from tidegate_engine.steptime import StepModel, load_profile, shape_of_step
+from tidegate_operator.capacity import (
+    Scenario,
+    Targets,
+    attainment,
+    best_settings,
+    candidates,
+    capacity_of,
+    full_batch_itl_seconds,
+    load_at,
+    predict,
+    scenario,
+)
+from tidegate_operator.mix import Cell, Mix
+from tidegate_operator.observation import Bottleneck, EngineInfo
+
+H100 = load_profile("h100-llama-3.1-8b")
+PRESENT = BatchSettings(64, 4096, 1024)
+ENVELOPE = Envelope()
+CHAT = ((1.0, 1000, 250),)
+SHORT_IN_LONG_OUT = ((1.0, 128, 700),)
+LONG_IN_SHORT_OUT = ((1.0, 3000, 64),)
+CHAT_TARGETS = Targets(1.0, 0.05)
+Lengths = tuple[tuple[float, int, int], ...]
+
+
+def mix_of(lengths: Lengths, *, cached: float = 0.0) -> Mix:
+    return Mix(1.0, tuple(Cell(share, isl, osl, 0, 0) for share, isl, osl in lengths), cached)
+
+
+def engine_of(step: StepModel, *, kv_blocks: int = 22_000) -> EngineInfo:
+    return EngineInfo(
+        kv_blocks=kv_blocks,
+        block_tokens=16,
+        max_model_len=32768,
+        kv_token_bytes=131072,
+        weight_bytes=1,
+        gpu_product=None,
+        gpu_count=1,
+        version="test",
+        step_model=step,
+        step_model_residual_ratio=None,
+        step_model_samples=None,
+    )
+
+
+def scene_of(lengths: Lengths, targets: Targets = CHAT_TARGETS, *, kv_blocks: int = 22_000) -> Scenario:
+    scene = scenario(H100.step, engine_of(H100.step, kv_blocks=kv_blocks), mix=mix_of(lengths), targets=targets)
+    assert scene is not None
+    return scene
+
+
+def test_an_empty_mix_has_no_scenario() -> None:
+    assert scenario(H100.step, engine_of(H100.step), mix=Mix(0, ()), targets=Targets()) is None
+
+
+def test_an_idle_replica_takes_one_step_for_a_short_prompt() -> None:
+    prediction = predict(scene_of(((1.0, 100, 100),)), PRESENT, 1e-6)
+    assert prediction.ttft_p95_seconds == pytest.approx(H100.step.base_seconds, rel=0.05)
+    assert prediction.itl_p95_seconds == pytest.approx(H100.step.base_seconds, rel=0.05)
+
+
+def test_more_load_than_the_gpu_can_do_has_no_prediction() -> None:
+    scene = scene_of(CHAT)
+    prediction = predict(scene, PRESENT, 10 / scene.marginal_seconds)
+    assert prediction.ttft_p95_seconds is None and prediction.running is None
+
+
+lengths_strategy = st.lists(
+    st.tuples(st.floats(0.1, 1), st.integers(1, 8000), st.integers(1, 3000)), min_size=1, max_size=4
+).map(lambda rows: tuple((share / sum(row[0] for row in rows), isl, osl) for share, isl, osl in rows))
+settings_strategy = st.builds(
+    BatchSettings, st.integers(1, 256), st.integers(256, 16384), st.integers(64, 8192)
+).filter(lambda item: item.max_num_seqs <= item.max_num_batched_tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_strategy, settings_strategy, st.floats(0.02, 1), st.floats(0.02, 1))
+def test_more_load_never_raises_predicted_attainment(
+    lengths: Lengths, batch: BatchSettings, first: float, second: float
+) -> None:
+    scene = scene_of(lengths)
+    low, high = sorted((first, second))
+    bound = 1 / scene.marginal_seconds
+    assert attainment(scene, batch, high * bound) <= attainment(scene, batch, low * bound) + 1e-3
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_strategy, settings_strategy)
+def test_the_capacity_is_a_load_that_can_be_carried_within_the_targets(lengths: Lengths, batch: BatchSettings) -> None:
+    targets = Targets(2.0, 0.06)
+    capacity = capacity_of(scene_of(lengths, targets), batch)
+    if capacity.requests_per_second == 0 or capacity.unreachable:
+        return
+    prediction = predict(scene_of(lengths, targets), batch, capacity.requests_per_second)
+    assert prediction.ttft_p95_seconds is not None and prediction.ttft_p95_seconds <= 2.0 * 1.01
+    assert prediction.itl_p95_seconds is None or prediction.itl_p95_seconds <= 0.06 * 1.01
+    assert prediction.kv_used_ratio is not None and prediction.kv_used_ratio <= 1
+
+
+def test_a_mix_of_two_kinds_is_not_its_mean() -> None:
+    mixed = capacity_of(scene_of(((0.5, 8000, 100), (0.5, 200, 2000))), PRESENT)
+    mean = capacity_of(scene_of(((1.0, 4100, 1050),)), PRESENT)
+    assert abs(mixed.requests_per_second / mean.requests_per_second - 1) > 0.1
+
+
+def test_cached_prompts_cost_less() -> None:
+    engine = engine_of(H100.step)
+    plain = scenario(H100.step, engine, mix=mix_of(LONG_IN_SHORT_OUT), targets=Targets(1.0))
+    cached = scenario(H100.step, engine, mix=mix_of(LONG_IN_SHORT_OUT, cached=0.8), targets=Targets(1.0))
+    assert plain is not None and cached is not None
+    assert capacity_of(cached, PRESENT).requests_per_second > 2 * capacity_of(plain, PRESENT).requests_per_second
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "kv_blocks", "bottleneck"),
+    [
+        (((1.0, 6000, 4),), BatchSettings(64, 4096, 4096), 22_000, Bottleneck.PREFILL),
+        (((1.0, 32, 700),), BatchSettings(256, 1024, 512), 200_000, Bottleneck.QUEUE),
+        (((1.0, 32, 700),), BatchSettings(16, 1024, 512), 22_000, Bottleneck.QUEUE),
+        (((1.0, 1000, 1000),), BatchSettings(256, 4096, 1024), 2_000, Bottleneck.KV),
+    ],
+)
+def test_the_bottleneck_is_named(
+    lengths: Lengths, batch: BatchSettings, kv_blocks: int, bottleneck: Bottleneck
+) -> None:
+    assert capacity_of(scene_of(lengths, Targets(2.0), kv_blocks=kv_blocks), batch).bottleneck == bottleneck
+
+
+def test_decoding_is_the_bottleneck_where_the_itl_target_binds() -> None:
+    scene = scene_of(((1.0, 32, 700),), Targets(2.0, 0.012), kv_blocks=200_000)
+    assert capacity_of(scene, BatchSettings(256, 1024, 512)).bottleneck == Bottleneck.DECODE
+
+
+def test_less_kv_memory_carries_less() -> None:
+    rates = [
+        capacity_of(scene_of(SHORT_IN_LONG_OUT, kv_blocks=blocks), BatchSettings(256, 4096, 1024)).requests_per_second
+        for blocks in (1_000, 3_000, 10_000)
+    ]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_a_target_out_of_reach_is_named_and_the_rate_stays_finite() -> None:
+    capacity = capacity_of(scene_of(LONG_IN_SHORT_OUT, Targets(ttft_seconds=0.001)), PRESENT)
+    assert capacity.unreachable == ("ttft",)
+    assert 0 < capacity.requests_per_second < math.inf
+    assert capacity.idle_ttft_seconds > 0.001
+
+
+def test_each_mix_gets_its_own_settings() -> None:
+    targets = Targets(1.0, 0.05)
+    decode_heavy = best_settings(scene_of(SHORT_IN_LONG_OUT, targets), ENVELOPE, present=PRESENT).settings
+    prefill_heavy = best_settings(scene_of(LONG_IN_SHORT_OUT, targets), ENVELOPE, present=PRESENT).settings
+    assert decode_heavy.max_num_seqs >= 4 * prefill_heavy.max_num_seqs
+    assert prefill_heavy.long_prefill_token_threshold < PRESENT.long_prefill_token_threshold
+
+
+def test_without_an_itl_target_prompts_are_read_in_large_chunks() -> None:
+    free = best_settings(scene_of(LONG_IN_SHORT_OUT, Targets(1.0)), ENVELOPE, present=PRESENT).settings
+    bound = best_settings(scene_of(LONG_IN_SHORT_OUT, Targets(1.0, 0.04)), ENVELOPE, present=PRESENT).settings
+    assert free.long_prefill_token_threshold > bound.long_prefill_token_threshold
+
+
+@pytest.mark.parametrize("lengths", [CHAT, SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT])
+@pytest.mark.parametrize("targets", [Targets(1.0, 0.05), Targets(2.0), Targets(), Targets(0.01, 0.001)])
+def test_the_best_settings_are_allowed_and_gain_nothing_when_they_hold(lengths: Lengths, targets: Targets) -> None:
+    scene = scene_of(lengths, targets)
+    plan = best_settings(scene, ENVELOPE, present=PRESENT)
+    assert find_violation(plan.settings, ENVELOPE) is None
+    again = best_settings(scene, ENVELOPE, present=plan.settings)
+    assert again.gain_ratio < 1.1
+
+
+def test_settings_that_break_the_itl_target_in_a_full_batch_are_left() -> None:
+    scene = scene_of(LONG_IN_SHORT_OUT, Targets(1.0, 0.05))
+    plan = best_settings(scene, ENVELOPE, present=BatchSettings(256, 16384, 8192))
+    before = full_batch_itl_seconds(scene, BatchSettings(256, 16384, 8192))
+    assert full_batch_itl_seconds(scene, plan.settings) < before / 2
+
+
+def test_a_narrow_envelope_is_kept() -> None:
+    envelope = Envelope((10, 20), (600, 700), (100, 130))
+    offered = list(candidates(envelope))
+    assert offered
+    assert all(find_violation(item, envelope) is None for item in offered)
+    plan = best_settings(scene_of(CHAT), envelope, present=BatchSettings(10, 600, 100))
+    assert find_violation(plan.settings, envelope) is None
+
+
+def test_everything_in_a_load_adds_up() -> None:
+    scene = scene_of(CHAT)
+    load = load_at(scene, PRESENT, 8.0)
+    assert load is not None
+    assert load.decoding == pytest.approx(8.0 * 249 * load.step_seconds, rel=0.01)
+    assert replace(load, rate=0).kv_tokens > load.decoding * 1000
+
+
+def simulate(batch: BatchSettings, lengths: tuple[int, int], *, rate: float, requests: int) -> tuple[float, float]:
+    """TTFT and ITL p95 of the engine's own scheduler in virtual time, with Poisson arrivals of a fixed seed."""
+    scheduler = Scheduler(batch, BlockPool(22_000, 16, prefix_caching=False), max_model_len=32768)
+    dice, arrivals, at = random.Random(7), [], 0.0
+    for index in range(requests):
+        at += dice.expovariate(rate)
+        arrivals.append(Request(str(index), *lengths, at))
+    arrivals.reverse()
+    now = 0.0
+    ttfts: list[float] = []
+    gaps: list[float] = []
+    while arrivals or scheduler.has_work:
+        while arrivals and arrivals[-1].arrival <= now:
+            scheduler.add(arrivals.pop())
+        if not scheduler.has_work:
+            now = arrivals[-1].arrival
+            continue
+        step = scheduler.plan(now)
+        now += H100.step.seconds(shape_of_step(step))
+        for event in scheduler.commit(step, None, now):
+            if event[3] is None:
+                ttfts.append(now - event[0].arrival)
+            else:
+                gaps.append(event[3])
+    cut = requests // 5
+    return sorted(ttfts[cut:])[int(0.95 * (requests - cut))], sorted(gaps)[int(0.95 * len(gaps))]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch"),
+    [((1000, 100), BatchSettings(64, 2048, 512)), ((128, 200), BatchSettings(128, 1024, 256))],
+)
+def test_latencies_are_predicted_as_the_scheduler_makes_them(lengths: tuple[int, int], batch: BatchSettings) -> None:
+    scene = scene_of(((1.0, *lengths),), Targets(1.0, 0.05))
+    rate = 0.7 * capacity_of(scene, batch).requests_per_second
+    prediction = predict(scene, batch, rate)
+    ttft, itl = simulate(batch, lengths, rate=rate, requests=300)
+    assert prediction.ttft_p95_seconds == pytest.approx(ttft, rel=0.4)
+    assert prediction.itl_p95_seconds == pytest.approx(itl, rel=0.25)

@@ -1,0 +1,785 @@
+"""Every rule of `decide`, and its properties."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate_engine.settings import BatchSettings, find_violation
+from tidegate_engine.steptime import load_profile
+from tidegate_operator.api import Spec, parse_spec
+from tidegate_operator.observation import (
+    Action,
+    Decision,
+    Demand,
+    EngineInfo,
+    MetricsState,
+    Observation,
+    Replica,
+    ReplicaPhase,
+)
+from tidegate_operator.policy import decide
+
+NOW = 1_700_000_000.0
+H100 = load_profile("h100-llama-3.1-8b")
+ENGINE = EngineInfo(
+    kv_blocks=22_000,
+    block_tokens=16,
+    max_model_len=32768,
+    kv_token_bytes=131072,
+    weight_bytes=1,
+    gpu_product=None,
+    gpu_count=1,
+    version="test",
+    step_model=H100.step,
+    step_model_residual_ratio=0.01,
+    step_model_samples=1000,
+)
+FIXED = {"batching": {"mode": "Fixed"}}
+
+
+def spec_of(**parts: Any) -> Spec:
+    base: dict[str, Any] = {
+        "model": {"uri": "file:///models/m.gguf"},
+        "objectives": {"ttft": {"milliseconds": 1000}, "interTokenLatency": {"milliseconds": 50}},
+        "autoscaling": {"minReplicas": 1, "maxReplicas": 10},
+        **FIXED,
+    }
+    for name, value in parts.items():
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return parse_spec(base)
+
+
+def pods(
+    count: int, *, phase: ReplicaPhase = ReplicaPhase.READY, age: float = 1000, first: int = 0
+) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(
+            name=f"pod-{index}",
+            uid=str(index),
+            ip="10.0.0.1",
+            phase=phase,
+            created_at=NOW - age,
+            ready_at=NOW - age + 20 if phase == ReplicaPhase.READY else None,
+            settings_generation=None,
+        )
+        for index in range(first, first + count)
+    )
+
+
+def demand_of(rate: float, *, isl: int = 256, osl: int = 64, **fields: Any) -> Demand:
+    """`rate` requests/s of one cell in a steady state."""
+    base = Demand(
+        window_seconds=60,
+        sampled_at=NOW,
+        arrivals_per_second={isl: rate} if rate else {},
+        finished_per_second={(isl, osl): rate} if rate else {},
+        running=0,
+        waiting=0,
+        waiting_prompt_tokens=0,
+        running_context_tokens=0,
+        running_past_output_edge={},
+        ttft_p95_seconds=0.1 if rate else None,
+        itl_p95_seconds=0.02 if rate else None,
+        queue_p95_seconds=0.0 if rate else None,
+        prompt_tokens_per_second=None,
+        cached_prompt_tokens_per_second=None,
+        generation_tokens_per_second=None,
+        kv_used_ratio=0.1,
+        preemptions_per_second=0,
+        pods_covered=1,
+    )
+    return replace(base, **fields)
+
+
+def seen(demand: Demand | None, *, ready: int, **fields: Any) -> Observation:
+    if demand is not None and "pods_covered" not in fields:
+        demand = replace(demand, pods_covered=ready)
+    fields.pop("pods_covered", None)
+    base = Observation(
+        now=NOW,
+        current_replicas=ready,
+        replicas=pods(ready),
+        demand=demand,
+        metrics_state=MetricsState.FRESH if demand else MetricsState.ABSENT,
+        engine=ENGINE,
+        start_seconds=20.0,
+    )
+    return replace(base, **fields)
+
+
+def capacity_of_one(spec: Spec) -> float:
+    return decide(spec, seen(demand_of(1.0), ready=1), {}).inputs["capacityPerReplica"]
+
+
+def filled_memory(spec: Spec, observation: Observation, *, seconds: float = 700) -> Mapping[str, object]:
+    """Memory after the load of `observation` was seen for a while."""
+    memory: Mapping[str, object] = {}
+    step = spec.autoscaling.sync_period_seconds
+    for index in range(int(seconds / step), 0, -1):
+        still = replace(observation, now=observation.now - index * step)
+        memory = decide(spec, still, memory).memory
+    return memory
+
+
+def at_capacity(spec: Spec, replicas: float) -> Demand:
+    """Load that needs `replicas` with the headroom."""
+    keep = 1 - spec.autoscaling.headroom_percent / 100
+    return demand_of(capacity_of_one(spec) * keep * replicas)
+
+
+# --- who decides
+
+
+def test_mode_off_keeps_the_replicas_of_the_object() -> None:
+    decision = decide(spec_of(replicas=3, autoscaling={"mode": "Off"}), seen(demand_of(500), ready=3), {})
+    assert (decision.replicas, decision.action, decision.reason) == (3, Action.HOLD, "ScalingOff")
+
+
+def test_mode_off_without_replicas_means_one() -> None:
+    spec = parse_spec({"model": {"uri": "file:///m"}})
+    assert decide(spec, Observation(now=NOW, current_replicas=0), {}).replicas == 1
+
+
+def test_mode_external_follows_the_scale_subresource_down_to_zero() -> None:
+    spec = spec_of(replicas=2, autoscaling={"mode": "External"})
+    decision = decide(spec, seen(demand_of(500), ready=2, spec_replicas=0), {})
+    assert (decision.replicas, decision.reason) == (0, "ScaledByOthers")
+
+
+@pytest.mark.parametrize("mode", ["Off", "External"])
+def test_settings_are_tuned_also_where_others_set_the_replicas(mode: str) -> None:
+    spec = spec_of(replicas=2, autoscaling={"mode": mode}, batching={"mode": "Auto"})
+    decision = decide(spec, seen(demand_of(9, isl=64, osl=1024), ready=2), {})
+    assert (decision.action, decision.reason) == (Action.RETUNE, "RetunedForMix")
+    assert decision.settings_generation == 2
+
+
+def test_paused_changes_nothing() -> None:
+    spec = spec_of(autoscaling={"paused": True}, batching={"mode": "Auto"})
+    decision = decide(spec, seen(demand_of(500, isl=64, osl=1024), ready=2), {})
+    assert (decision.replicas, decision.action, decision.reason) == (2, Action.HOLD, "ScalingPaused")
+    assert decision.settings == spec.initial_settings()
+
+
+def test_observe_says_it_and_keeps_the_replicas() -> None:
+    spec = spec_of(replicas=2, autoscaling={"mode": "Observe"})
+    decision = decide(spec, seen(at_capacity(spec_of(), 6.5), ready=2), {})
+    assert (decision.replicas, decision.action, decision.reason) == (2, Action.HOLD, "ObservingOnly")
+    assert decision.wanted_replicas == 7
+    assert "would hold" in decision.message
+
+
+def test_the_first_replicas_are_the_fewest_allowed() -> None:
+    decision = decide(spec_of(autoscaling={"minReplicas": 2}), Observation(now=NOW, current_replicas=0), {})
+    assert (decision.replicas, decision.action, decision.reason) == (2, Action.SCALE_UP, "FirstReplicas")
+
+
+# --- metrics
+
+
+@pytest.mark.parametrize("state", [MetricsState.STALE, MetricsState.ABSENT])
+@pytest.mark.parametrize("demand", [None, demand_of(0)])
+def test_never_scales_down_on_missing_metrics(state: MetricsState, demand: Demand | None) -> None:
+    spec = spec_of()
+    memory = filled_memory(spec, seen(at_capacity(spec, 4.5), ready=5))
+    decision = decide(spec, seen(demand, ready=5, metrics_state=state), memory)
+    assert (decision.replicas, decision.action) == (5, Action.HOLD)
+    assert decision.reason in ("MetricsStale", "MetricsMissing")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_figures_that_are_no_numbers_are_missing_metrics(value: float) -> None:
+    spec = spec_of()
+    decision = decide(
+        spec, seen(demand_of(1, waiting=value), ready=5), filled_memory(spec, seen(demand_of(1), ready=5))
+    )
+    assert (decision.replicas, decision.reason) == (5, "MetricsMissing")
+
+
+def test_the_fallback_comes_after_the_hold_and_never_lowers() -> None:
+    spec = spec_of(
+        metrics={"onMissing": {"policy": "Fallback", "holdSeconds": 100, "fallbackReplicas": 4}},
+    )
+    blind = seen(None, ready=2)
+    first = decide(spec, blind, {})
+    assert (first.replicas, first.reason) == (2, "MetricsMissing")
+    later = decide(spec, replace(blind, now=NOW + 101), first.memory)
+    assert (later.replicas, later.reason) == (4, "MetricsMissingFallback")
+    many = decide(spec, replace(seen(None, ready=7), now=NOW + 101), first.memory)
+    assert many.replicas == 7
+
+
+def test_waiting_for_the_first_ready_replica_is_no_outage() -> None:
+    observation = seen(None, ready=1, replicas=pods(1, phase=ReplicaPhase.LOADING, age=5))
+    assert decide(spec_of(), observation, {}).reason == "WaitingForReplicas"
+
+
+def test_after_an_outage_nothing_is_taken_away_before_the_window_is_full_again() -> None:
+    spec = spec_of()
+    quiet = seen(demand_of(0.01), ready=5)
+    memory = filled_memory(spec, quiet)
+    assert decide(spec, quiet, memory).replicas == 4
+    blind = decide(spec, replace(seen(None, ready=5), now=NOW), memory)
+    after = decide(spec, replace(quiet, now=NOW + 15), blind.memory)
+    assert (after.replicas, after.reason) == (5, "StabilizationWindow")
+
+
+def test_pods_that_are_not_seen_count_as_full_on_the_way_down() -> None:
+    spec = spec_of()
+    all_seen = seen(at_capacity(spec, 1.5), ready=4)
+    assert all_seen.demand is not None
+    half_seen = replace(all_seen, demand=replace(all_seen.demand, pods_covered=2))
+    assert decide(spec, all_seen, filled_memory(spec, all_seen)).replicas == 3
+    assert decide(spec, half_seen, filled_memory(spec, half_seen)).replicas == 4
+
+
+# --- how many
+
+
+def test_the_wanted_number_is_load_over_usable_capacity() -> None:
+    spec = spec_of()
+    decision = decide(spec, seen(at_capacity(spec, 3.4), ready=2), {})
+    assert (decision.replicas, decision.wanted_replicas, decision.reason) == (4, 4, "DemandAboveCapacity")
+    figures = decision.inputs
+    usable = figures["capacityPerReplica"] * figures["correction"] * (1 - figures["headroomPercent"] / 100)
+    load = figures["arrivalsPerSecond"] + figures["backlogPerSecond"]
+    assert math.ceil(load / usable) == decision.wanted_replicas
+
+
+def test_the_same_request_rate_needs_more_replicas_when_prompts_grow() -> None:
+    spec = spec_of()
+    short = decide(spec, seen(demand_of(20, isl=64, osl=64), ready=1), {})
+    long = decide(spec, seen(demand_of(20, isl=4096, osl=64), ready=1), {})
+    assert short.replicas == 1
+    assert long.wanted_replicas is not None and long.wanted_replicas > 3
+
+
+def test_a_backlog_adds_replicas() -> None:
+    spec = spec_of()
+    load = at_capacity(spec, 0.9)
+    decision = decide(spec, seen(replace(load, waiting=2000.0), ready=1), {})
+    assert (decision.action, decision.reason) == (Action.SCALE_UP, "BacklogAboveTarget")
+
+
+def test_late_requests_inside_a_full_batch_are_backlog_too() -> None:
+    spec = spec_of()
+    crowded = replace(at_capacity(spec, 0.9), running=600.0, ttft_p95_seconds=30.0)
+    assert decide(spec, seen(crowded, ready=1), {}).inputs["backlogPerSecond"] > 0
+    merely_many = replace(crowded, ttft_p95_seconds=0.5)
+    assert decide(spec, seen(merely_many, ready=1), {}).inputs["backlogPerSecond"] == 0
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(2.15, 2), (2.3, 3)])
+def test_a_small_lack_is_tolerated(needed: float, expected: int) -> None:
+    spec = spec_of()
+    assert decide(spec, seen(at_capacity(spec, needed), ready=2), {}).replicas == expected
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(1.95, 3), (1.7, 2)])
+def test_fewer_replicas_must_hold_the_load_with_a_margin(needed: float, expected: int) -> None:
+    spec = spec_of()
+    observation = seen(at_capacity(spec, needed), ready=3)
+    assert decide(spec, observation, filled_memory(spec, observation)).replicas == expected
+
+
+def test_what_runs_must_find_room_in_the_replicas_that_stay() -> None:
+    spec = spec_of()
+    idle_but_running = seen(demand_of(0, running=180.0), ready=4)
+    assert decide(spec, idle_but_running, filled_memory(spec, idle_but_running)).replicas == 4
+    context = 0.7 * 22_000 * 16 * 3
+    full_kv = seen(demand_of(0, running=10.0, running_context_tokens=context), ready=4)
+    decision = decide(spec, full_kv, filled_memory(spec, full_kv))
+    assert (decision.wanted_replicas, decision.replicas) == (3, 3)
+
+
+def test_no_traffic_at_all_goes_down_to_the_minimum_step_by_step() -> None:
+    spec = spec_of(autoscaling={"minReplicas": 2})
+    idle = seen(demand_of(0), ready=5)
+    decision = decide(spec, idle, filled_memory(spec, idle))
+    assert (decision.replicas, decision.wanted_replicas) == (4, 1)
+
+
+# --- without a step model
+
+
+BLIND_ENGINE = replace(ENGINE, step_model=None)
+
+
+def test_without_a_step_model_a_missed_target_adds_a_replica() -> None:
+    slow = replace(demand_of(5), ttft_p95_seconds=1.4)
+    decision = decide(spec_of(), seen(slow, ready=2, engine=BLIND_ENGINE), {})
+    assert (decision.replicas, decision.reason) == (3, "SignalAboveTarget")
+    assert "capacityPerReplica" not in decision.inputs
+
+
+def test_without_a_step_model_the_next_step_waits_for_the_last_one_to_start() -> None:
+    slow = replace(demand_of(5), ttft_p95_seconds=5.0)
+    starting = seen(
+        slow,
+        ready=2,
+        engine=BLIND_ENGINE,
+        current_replicas=3,
+        replicas=pods(2) + pods(1, phase=ReplicaPhase.LOADING, age=5, first=2),
+    )
+    assert decide(spec_of(), starting, {}).replicas == 3
+    overdue = replace(starting, replicas=pods(2) + pods(1, phase=ReplicaPhase.LOADING, age=500, first=2))
+    assert decide(spec_of(), overdue, {}).replicas > 3
+
+
+def test_without_a_step_model_well_met_targets_let_one_replica_go() -> None:
+    spec = spec_of()
+    easy = seen(replace(demand_of(1), running=2.0, itl_p95_seconds=0.01), ready=4, engine=BLIND_ENGINE)
+    assert decide(spec, easy, filled_memory(spec, easy)).replicas == 3
+    busy = seen(replace(demand_of(1), ttft_p95_seconds=0.6), ready=4, engine=BLIND_ENGINE)
+    assert decide(spec, busy, filled_memory(spec, busy)).replicas == 4
+
+
+# --- feedback
+
+
+def test_a_missed_target_corrects_the_capacity_and_adds_a_replica() -> None:
+    spec = spec_of()
+    missed = seen(replace(at_capacity(spec, 1.9), ttft_p95_seconds=3.0), ready=2)
+    decision = decide(spec, missed, {})
+    assert (decision.action, decision.reason) == (Action.SCALE_UP, "TargetMissed")
+    assert decision.inputs["correction"] < 1
+    again = decide(spec, replace(missed, now=NOW + 15), decision.memory)
+    assert again.inputs["correction"] == decision.inputs["correction"]
+
+
+def test_no_correction_while_new_replicas_start_or_settle() -> None:
+    spec = spec_of()
+    missed = replace(at_capacity(spec, 1.9), ttft_p95_seconds=3.0)
+    starting = seen(
+        missed, ready=2, current_replicas=3, replicas=pods(2) + pods(1, phase=ReplicaPhase.PULLING, age=5, first=2)
+    )
+    assert decide(spec, starting, {}).inputs["correction"] == 1
+    fresh = seen(missed, ready=2, replicas=pods(2, age=40))
+    assert decide(spec, fresh, {}).inputs["correction"] == 1
+
+
+def test_a_target_that_no_replica_can_reach_adds_none() -> None:
+    spec = spec_of(objectives={"ttft": {"milliseconds": 1}})
+    decision = decide(spec, seen(replace(demand_of(0.5), ttft_p95_seconds=0.2), ready=2), {})
+    assert decision.replicas == 2
+    assert "no number of replicas reaches the target for ttft" in decision.message
+
+
+# --- how fast
+
+
+def test_down_waits_for_its_window_and_takes_the_most_wanted_in_it() -> None:
+    spec = spec_of()
+    busy = seen(at_capacity(spec, 4.4), ready=5)
+    memory = filled_memory(spec, busy)
+    quiet = seen(demand_of(0.01), ready=5)
+    decisions = []
+    for index in range(30):
+        decision = decide(spec, replace(quiet, now=NOW + 15 * index), memory)
+        memory = decision.memory
+        decisions.append(decision)
+    first_down = next(index for index, item in enumerate(decisions) if item.replicas < 5)
+    assert 300 <= 15 * first_down <= 360
+    assert decisions[0].reason == "StabilizationWindow" and "StabilizationWindow" in decisions[0].bounded_by
+
+
+def test_without_memory_nothing_goes_down() -> None:
+    decision = decide(spec_of(), seen(demand_of(0.01), ready=5), {})
+    assert (decision.replicas, decision.reason, decision.wanted_replicas) == (5, "StabilizationWindow", 1)
+
+
+def test_up_waits_for_its_window_when_there_is_one() -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleUp": {"stabilizationWindowSeconds": 60}}})
+    memory = filled_memory(spec, seen(demand_of(0.01), ready=1))
+    surge = seen(at_capacity(spec, 3.4), ready=1)
+    for second in range(0, 60, 15):
+        decision = decide(spec, replace(surge, now=NOW + second), memory)
+        assert decision.replicas == 1
+        memory = decision.memory
+    # The window's end falls into a bucket of ten seconds.
+    assert decide(spec, replace(surge, now=NOW + 75), memory).replicas > 1
+
+
+def test_scale_up_policies_limit_the_growth_within_their_period() -> None:
+    spec = spec_of(
+        autoscaling={
+            "maxReplicas": 100,
+            "behavior": {"scaleUp": {"policies": [{"type": "Pods", "value": 3, "periodSeconds": 30}]}},
+        }
+    )
+    load = at_capacity(spec, 50)
+    first = decide(spec, seen(load, ready=2), {})
+    assert (first.replicas, first.bounded_by) == (5, ("ScaleUpPolicy",))
+    within = decide(spec, replace(seen(load, ready=5), now=NOW + 15), first.memory)
+    assert (within.replicas, within.reason) == (5, "ScaleUpPolicy")
+    after = decide(spec, replace(seen(load, ready=5), now=NOW + 31), within.memory)
+    assert after.replicas == 8
+
+
+def test_by_default_replicas_at_most_double_within_the_time_that_one_needs_to_start() -> None:
+    spec = spec_of(autoscaling={"maxReplicas": 100})
+    load = at_capacity(spec, 50)
+    first = decide(spec, seen(load, ready=4, start_seconds=120.0), {})
+    assert first.replicas == 8
+    soon = decide(spec, replace(seen(load, ready=8, start_seconds=120.0), now=NOW + 60), first.memory)
+    assert soon.replicas == 8
+    later = decide(spec, replace(seen(load, ready=8, start_seconds=120.0), now=NOW + 125), soon.memory)
+    assert later.replicas == 16
+
+
+def test_a_decision_that_never_reached_the_cluster_does_not_count_against_the_limit() -> None:
+    spec = spec_of(
+        autoscaling={
+            "maxReplicas": 100,
+            "behavior": {"scaleUp": {"policies": [{"type": "Pods", "value": 3, "periodSeconds": 30}]}},
+        }
+    )
+    load = seen(at_capacity(spec, 50), ready=2)
+    first = decide(spec, load, {})
+    assert decide(spec, replace(load, now=NOW + 15), first.memory).replicas == 5
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"), [("Max", 8), ("Min", 6), ("Disabled", 4)], ids=["Max", "Min", "Disabled"]
+)
+def test_select_policy_chooses_among_the_limits(select: str, expected: int) -> None:
+    policies = [
+        {"type": "Percent", "value": 100, "periodSeconds": 60},
+        {"type": "Pods", "value": 2, "periodSeconds": 60},
+    ]
+    spec = spec_of(
+        autoscaling={"maxReplicas": 100, "behavior": {"scaleUp": {"policies": policies, "selectPolicy": select}}}
+    )
+    assert decide(spec, seen(at_capacity(spec, 50), ready=4), {}).replicas == expected
+
+
+@pytest.mark.parametrize("select", ["Max", "Min", "Disabled"])
+def test_scale_down_policies_work_likewise(select: str) -> None:
+    policies = [
+        {"type": "Percent", "value": 50, "periodSeconds": 60},
+        {"type": "Pods", "value": 2, "periodSeconds": 60},
+    ]
+    down = {"policies": policies, "selectPolicy": select, "stabilizationWindowSeconds": 0}
+    spec = spec_of(autoscaling={"maxReplicas": 100, "behavior": {"scaleDown": down}})
+    expected = {"Max": 4, "Min": 6, "Disabled": 8}[select]
+    assert decide(spec, seen(demand_of(0.01), ready=8), {}).replicas == expected
+
+
+def test_bounds_hold_whatever_is_wanted() -> None:
+    spec = spec_of(autoscaling={"minReplicas": 2, "maxReplicas": 3})
+    assert decide(spec, seen(at_capacity(spec, 50), ready=2), {}).replicas == 3
+    above = decide(spec, seen(None, ready=6), {})
+    assert (above.replicas, above.reason) == (3, "MaxReplicas")
+    below = decide(spec, seen(None, ready=1), {})
+    assert (below.replicas, below.reason) == (2, "MinReplicas")
+
+
+# --- pods that are no supply
+
+
+def stuck(count: int, *, age: float, phase: ReplicaPhase, load: Demand, ready: int = 2) -> Observation:
+    return seen(
+        load,
+        ready=ready,
+        current_replicas=ready + count,
+        replicas=pods(ready) + pods(count, phase=phase, age=age, first=ready),
+    )
+
+
+@pytest.mark.parametrize("phase", [ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED])
+def test_no_more_is_asked_for_while_pods_find_no_node(phase: ReplicaPhase) -> None:
+    spec = spec_of()
+    decision = decide(spec, stuck(1, age=30, phase=phase, load=at_capacity(spec, 8)), {})
+    assert (decision.replicas, decision.reason) == (3, "Unschedulable")
+    assert decision.wanted_replicas == 8
+
+
+def test_after_a_while_all_but_one_pod_without_a_node_are_withdrawn() -> None:
+    spec = spec_of()
+    decision = decide(spec, stuck(3, age=400, phase=ReplicaPhase.UNSCHEDULABLE, load=at_capacity(spec, 8)), {})
+    assert decision.replicas == 3
+    steady = decide(spec, stuck(1, age=400, phase=ReplicaPhase.UNSCHEDULABLE, load=at_capacity(spec, 8)), {})
+    assert steady.replicas == 3
+
+
+@pytest.mark.parametrize("phase", [ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED])
+def test_a_pod_that_cannot_start_does_not_block_the_way_down(phase: ReplicaPhase) -> None:
+    spec = spec_of()
+    observation = stuck(1, age=400, phase=phase, load=demand_of(0.01))
+    assert decide(spec, observation, filled_memory(spec, observation)).replicas == 2
+
+
+# --- settings
+
+
+AUTO = {"batching": {"mode": "Auto"}}
+
+
+def tuned_spec(**batching: Any) -> Spec:
+    return spec_of(batching={"mode": "Auto", "minIntervalSeconds": 10, "verificationSeconds": 60, **batching})
+
+
+LONG_ANSWERS = {"isl": 64, "osl": 1024}
+
+
+def running_on(observation: Observation, decision: Decision) -> Observation:
+    """The same, with every pod on the settings of `decision`."""
+    return replace(
+        observation,
+        replicas=tuple(
+            replace(replica, settings_generation=decision.settings_generation, settings=decision.settings)
+            for replica in observation.replicas
+        ),
+    )
+
+
+def test_settings_start_as_the_object_says_with_generation_one() -> None:
+    spec = spec_of(batching={"mode": "Auto", "maxSequences": {"initial": 32}})
+    decision = decide(spec, Observation(now=NOW, current_replicas=0), {})
+    assert (decision.settings.max_num_seqs, decision.settings_generation) == (32, 1)
+
+
+def test_settings_follow_the_mix_in_limited_steps() -> None:
+    spec = tuned_spec(maxStepPercent=50)
+    decision = decide(spec, seen(demand_of(9, **LONG_ANSWERS), ready=2), {})
+    assert decision.reason == "RetunedForMix"
+    assert 64 < decision.settings.max_num_seqs <= 96
+    assert "predicted" in decision.message and "capacity" in decision.message
+    assert decision.inputs["trial_predicted_capacity"] > decision.inputs["trial_predicted_capacity_before"]
+
+
+def test_each_mix_gets_its_own_settings() -> None:
+    spec = tuned_spec(maxStepPercent=400)
+    many = decide(spec, seen(demand_of(9, **LONG_ANSWERS), ready=2), {}).settings
+    few = decide(spec, seen(demand_of(9, isl=4096, osl=16), ready=2), {}).settings
+    assert many.max_num_seqs > 64 > few.max_num_seqs
+
+
+def test_settings_wait_for_the_interval_and_for_every_pod() -> None:
+    spec = tuned_spec(maxStepPercent=50)
+    observation = seen(demand_of(9, **LONG_ANSWERS), ready=2)
+    first = decide(spec, observation, {})
+    applied = running_on(observation, first)
+    assert decide(spec, replace(applied, now=NOW + 5), first.memory).settings == first.settings
+    lagging = replace(applied, replicas=(replace(applied.replicas[0], settings_generation=1), applied.replicas[1]))
+    assert decide(spec, replace(lagging, now=NOW + 15), first.memory).settings == first.settings
+    second = decide(spec, replace(applied, now=NOW + 15), first.memory)
+    assert second.settings.max_num_seqs > first.settings.max_num_seqs
+    assert second.settings_generation == first.settings_generation + 1
+
+
+@pytest.mark.parametrize("state", [MetricsState.STALE, MetricsState.ABSENT])
+def test_settings_stay_on_missing_metrics(state: MetricsState) -> None:
+    observation = seen(demand_of(9, **LONG_ANSWERS), ready=2, metrics_state=state)
+    assert decide(tuned_spec(), observation, {}).settings_generation == 1
+
+
+def test_settings_stay_while_a_pod_is_not_seen_or_too_little_finished() -> None:
+    spec = tuned_spec()
+    load = demand_of(9, **LONG_ANSWERS)
+    half_seen = seen(load, ready=2)
+    half_seen = replace(half_seen, demand=replace(load, pods_covered=1))
+    assert decide(spec, half_seen, {}).settings_generation == 1
+    nothing_finished = seen(replace(load, finished_per_second={}), ready=2)
+    assert decide(spec, nothing_finished, {}).settings_generation == 1
+
+
+def test_observing_says_what_it_would_set_and_keeps_it() -> None:
+    spec = tuned_spec(mode="Observe")
+    decision = decide(spec, seen(demand_of(9, **LONG_ANSWERS), ready=2), {})
+    assert decision.settings == spec.initial_settings() and decision.settings_generation == 1
+    assert "would set batch settings" in decision.message
+    assert decision.inputs["aim_max_num_seqs"] > 64
+
+
+def test_fixed_settings_follow_the_object_only() -> None:
+    spec = spec_of(batching={"mode": "Fixed", "maxSequences": {"initial": 48}})
+    first = decide(spec, seen(demand_of(9, **LONG_ANSWERS), ready=2), {})
+    assert (first.settings.max_num_seqs, first.settings_generation) == (48, 1)
+    edited = spec_of(batching={"mode": "Fixed", "maxSequences": {"initial": 40}})
+    second = decide(edited, seen(demand_of(0), ready=2), first.memory)
+    assert (second.settings.max_num_seqs, second.settings_generation) == (40, 2)
+    assert (second.action, second.reason) == (Action.RETUNE, "SettingsFixed")
+
+
+def test_a_narrower_envelope_moves_the_settings_to_its_edge() -> None:
+    first = decide(spec_of(), seen(demand_of(1), ready=1), {})
+    narrow = spec_of(batching={"mode": "Observe", "maxSequences": {"max": 16}})
+    second = decide(narrow, seen(demand_of(1), ready=1), first.memory)
+    assert (second.settings.max_num_seqs, second.settings_generation) == (16, 2)
+    assert second.reason == "SettingsClamped"
+
+
+def test_a_change_whose_record_was_lost_is_taken_over_from_the_pods() -> None:
+    newer = BatchSettings(100, 2048, 512)
+    observation = seen(demand_of(0), ready=2)
+    told = replace(
+        observation,
+        replicas=(
+            replace(observation.replicas[0], settings_generation=7, settings=newer),
+            replace(observation.replicas[1], settings_generation=6, settings=BatchSettings(64, 4096, 1024)),
+        ),
+    )
+    decision = decide(tuned_spec(), told, {})
+    assert (decision.settings, decision.settings_generation) == (newer, 7)
+
+
+def verified(*, ttft_after: float, rate_after: float = 9.0, verification: int = 60) -> tuple[Decision, Decision]:
+    """A change of the settings, and the decision at the end of its verification."""
+    spec = tuned_spec(maxStepPercent=400, verificationSeconds=verification)
+    before = seen(demand_of(9, ttft_p95_seconds=0.5, **LONG_ANSWERS), ready=2)
+    changed = decide(spec, before, {})
+    after = running_on(seen(demand_of(rate_after, ttft_p95_seconds=ttft_after, **LONG_ANSWERS), ready=2), changed)
+    return changed, decide(spec, replace(after, now=NOW + 61), changed.memory)
+
+
+def test_a_change_that_makes_the_objective_worse_is_rolled_back_and_not_tried_again_soon() -> None:
+    changed, decision = verified(ttft_after=4.0)
+    spec = tuned_spec(maxStepPercent=400)
+    assert decision.reason == "SettingsRolledBack" or decision.action == Action.SCALE_UP
+    assert decision.settings == BatchSettings(64, 4096, 1024)
+    assert decision.settings_generation == changed.settings_generation + 1
+    again = running_on(seen(demand_of(9, ttft_p95_seconds=0.5, **LONG_ANSWERS), ready=2), decision)
+    assert decide(spec, replace(again, now=NOW + 120), decision.memory).settings == decision.settings
+    assert decide(spec, replace(again, now=NOW + 900), decision.memory).settings != decision.settings
+
+
+def test_a_change_that_does_no_harm_is_kept_and_its_effect_told() -> None:
+    changed, decision = verified(ttft_after=0.3)
+    assert decision.settings == changed.settings
+    assert decision.reason == "SettingsVerified"
+    assert "measured TTFT p95 500 → 300 ms" in decision.message
+    assert decision.inputs["effect_measured_ttft_seconds"] == pytest.approx(0.3)
+    assert "effect_predicted_capacity" in decision.inputs
+
+
+def test_a_worse_objective_under_a_much_higher_load_is_no_reason_to_roll_back() -> None:
+    changed, decision = verified(ttft_after=4.0, rate_after=30.0)
+    assert decision.settings == changed.settings
+
+
+def test_replicas_do_not_go_down_while_settings_are_verified() -> None:
+    spec = spec_of(
+        batching={"mode": "Auto", "maxStepPercent": 400, "verificationSeconds": 60},
+        autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}},
+    )
+    observation = seen(demand_of(9, **LONG_ANSWERS), ready=8)
+    changed = decide(spec, observation, {})
+    assert (changed.replicas, "SettingsVerification" in changed.bounded_by) == (8, True)
+    applied = running_on(observation, changed)
+    during = decide(spec, replace(applied, now=NOW + 30), changed.memory)
+    assert (during.replicas, during.reason) == (8, "SettingsVerification")
+    assert decide(spec, replace(applied, now=NOW + 61), during.memory).replicas < 8
+
+
+# --- properties
+
+
+rates = st.floats(0, 60, allow_nan=False)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    ready = draw(st.integers(0, 8))
+    starting = draw(st.integers(0, 3))
+    lost = draw(st.integers(0, 2))
+    state = draw(st.sampled_from(list(MetricsState)))
+    demand = demand_of(
+        draw(rates),
+        isl=draw(st.sampled_from([0, 64, 1024, 4096])),
+        osl=draw(st.sampled_from([0, 64, 256, 1024])),
+        waiting=draw(st.floats(0, 500)),
+        running=draw(st.floats(0, 500)),
+        ttft_p95_seconds=draw(st.none() | st.floats(0, 60)),
+        itl_p95_seconds=draw(st.none() | st.floats(0, 2)),
+    )
+    return seen(
+        draw(st.none() | st.just(demand)),
+        ready=ready,
+        current_replicas=ready + starting + lost,
+        replicas=pods(ready)
+        + pods(starting, phase=ReplicaPhase.LOADING, age=draw(st.floats(0, 900)), first=20)
+        + pods(lost, phase=ReplicaPhase.UNSCHEDULABLE, age=draw(st.floats(0, 900)), first=40),
+        metrics_state=state,
+        engine=draw(st.sampled_from([ENGINE, BLIND_ENGINE, None])),
+    )
+
+
+SPEC = tuned_spec()
+
+
+@settings(max_examples=80, deadline=None)
+@given(observations())
+def test_replicas_and_settings_stay_within_their_bounds(observation: Observation) -> None:
+    decision = decide(SPEC, observation, {})
+    assert 1 <= decision.replicas <= 10
+    assert find_violation(decision.settings, SPEC.envelope()) is None
+    assert decision.reason and decision.reason[0].isupper() and " " not in decision.reason
+    assert decision.message
+    assert 1 <= decision.recheck_after_seconds <= SPEC.autoscaling.sync_period_seconds
+    assert all(math.isfinite(value) for value in decision.inputs.values()) and len(decision.inputs) <= 64
+
+
+@settings(max_examples=80, deadline=None)
+@given(observations())
+def test_the_decision_taken_again_once_it_is_done_changes_nothing(observation: Observation) -> None:
+    first = decide(SPEC, observation, {})
+    done = replace(observation, current_replicas=first.replicas)
+    second = decide(SPEC, done, json.loads(json.dumps(dict(first.memory))))
+    third = decide(SPEC, replace(done, current_replicas=second.replicas), second.memory)
+    assert (third.settings, third.settings_generation) == (second.settings, second.settings_generation)
+    assert second.settings_generation == first.settings_generation
+    if observation.metrics_state != MetricsState.FRESH:
+        assert second.replicas == first.replicas
+
+
+@settings(max_examples=80, deadline=None)
+@given(observations())
+def test_nothing_is_taken_away_without_fresh_data(observation: Observation) -> None:
+    blind = replace(observation, metrics_state=MetricsState.STALE)
+    withdrawn = sum(
+        replica.phase == ReplicaPhase.UNSCHEDULABLE and NOW - replica.created_at > 300 for replica in blind.replicas
+    )
+    decision = decide(SPEC, blind, {})
+    assert decision.replicas >= min(10, blind.current_replicas - withdrawn)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rates, rates, st.integers(1, 8), st.sampled_from([64, 1024]), st.sampled_from([64, 256]))
+def test_more_load_never_gives_fewer_replicas(first: float, second: float, ready: int, isl: int, osl: int) -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    low, high = sorted((first, second))
+    fewer = decide(spec, seen(demand_of(low, isl=isl, osl=osl), ready=ready), {})
+    more = decide(spec, seen(demand_of(high, isl=isl, osl=osl), ready=ready), {})
+    assert more.replicas >= fewer.replicas
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(observations(), st.floats(1, 400)), min_size=1, max_size=12))
+def test_memory_survives_json_and_stays_small(steps: list[tuple[Observation, float]]) -> None:
+    memory: Mapping[str, object] = {}
+    now = NOW
+    for observation, delay in steps:
+        now += delay
+        decision = decide(SPEC, replace(observation, now=now), memory)
+        memory = json.loads(json.dumps(dict(decision.memory)))
+        assert memory == decision.memory
+        assert len(json.dumps(memory)) < 6000
+
+
+def test_the_order_of_the_series_does_not_matter() -> None:
+    cells = {(64, 64): 3.0, (4096, 16): 1.0, (1024, 256): 2.0}
+    arrivals = {64: 3.0, 4096: 1.0, 1024: 2.0}
+    one = replace(demand_of(1), arrivals_per_second=arrivals, finished_per_second=cells)
+    other = replace(
+        demand_of(1),
+        arrivals_per_second=dict(reversed(arrivals.items())),
+        finished_per_second=dict(reversed(cells.items())),
+    )
+    assert decide(SPEC, seen(one, ready=2), {}) == decide(SPEC, seen(other, ready=2), {})
