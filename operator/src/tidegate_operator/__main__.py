@@ -11,6 +11,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import aiohttp
 import kopf
@@ -111,7 +113,7 @@ class Operator:
         for key in keys:
             self._queue.add(key)
 
-    async def resync_for_ever(self) -> None:
+    async def resync_for_ever(self, fleet: Fleet) -> None:
         """Compare the store with lists now and then, and pass over every object."""
         period = self._settings.resync_seconds
         while True:
@@ -133,6 +135,7 @@ class Operator:
             self._missed = frozenset(missed)
             for key in self._store.addresses(LLM_DEPLOYMENTS):
                 self._queue.add_after(key, random.uniform(0, min(30.0, period / 4)))
+            fleet.prune(time.time(), keep_seconds=2 * period)
             self._resynced_at = time.monotonic()
 
     async def _list_all(self) -> list[Suspect]:
@@ -185,11 +188,12 @@ async def run(options: Settings) -> None:
     prometheus = PrometheusSource()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64), trust_env=False) as session:
         scraper = Scraper(session, port=api.ADMIN_PORT)
+        fleet = Fleet(EngineClient(session, metrics, port=api.ADMIN_PORT))
         ports = Ports(
             cluster=cluster,
             scraper=scraper,
             prometheus=prometheus,
-            fleet=Fleet(EngineClient(session, metrics, port=api.ADMIN_PORT)),
+            fleet=fleet,
             keys=keys,
             clock=time.time,
         )
@@ -204,7 +208,15 @@ async def run(options: Settings) -> None:
         reconciler = Reconciler(ports, store, installation=installation, metrics=metrics)
         try:
             await operator.first_list()
-            await _run_all(operator, reconciler, scraper, watches=_watches(operator, options, configuration))
+            await _until_one_ends(
+                [
+                    *(operator.work_for_ever(reconciler) for _ in range(WORKERS)),
+                    operator.resync_for_ever(fleet),
+                    scraper.run(),
+                    # Last, because kopf at its end waits for every task that is younger than itself.
+                    _watch(operator, options, configuration),
+                ]
+            )
         finally:
             prometheus.close()
             for server in servers:
@@ -212,14 +224,11 @@ async def run(options: Settings) -> None:
             await cluster.close()
 
 
-async def _run_all(
-    operator: Operator, reconciler: Reconciler, scraper: Scraper, *, watches: asyncio.Task[None]
-) -> None:
+async def _until_one_ends(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run every part; the first that ends, ends all."""
-    workers = [asyncio.create_task(operator.work_for_ever(reconciler)) for _ in range(WORKERS)]
-    others = [asyncio.create_task(operator.resync_for_ever()), asyncio.create_task(scraper.run())]
-    tasks = [watches, *workers, *others]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    done, pending = await asyncio.wait(
+        [asyncio.create_task(part) for part in parts], return_when=asyncio.FIRST_COMPLETED
+    )
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
@@ -227,18 +236,18 @@ async def _run_all(
         task.result()
 
 
-def _watches(operator: Operator, options: Settings, configuration: object) -> asyncio.Task[None]:
+async def _watch(operator: Operator, options: Settings, configuration: object) -> None:
+    """kopf, until a signal or an error that it cannot ride out."""
+
     async def credentials() -> kopf.ConnectionInfo:
         return handlers.connection(configuration, options)
 
-    return asyncio.create_task(
-        kopf.operator(
-            registry=handlers.registry(operator.see, credentials),
-            settings=handlers.kopf_settings(),
-            standalone=True,
-            clusterwide=not options.watch_namespaces,
-            namespaces=list(options.watch_namespaces),
-        )
+    await kopf.operator(
+        registry=handlers.registry(operator.see, credentials),
+        settings=handlers.kopf_settings(),
+        standalone=True,
+        clusterwide=not options.watch_namespaces,
+        namespaces=list(options.watch_namespaces),
     )
 
 

@@ -48,6 +48,8 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.watching.connect_timeout = 30
     settings.watching.reconnect_backoff = 1
     settings.watching.chunk_size = 500
+    # We start watching once the kind is served; a CRD that goes away ends the process, and the next one waits for it.
+    settings.scanning.disabled = True
     settings.queueing.error_delays = (1, 2, 5, 10, 30, 60)
     settings.queueing.idle_timeout = 1
     settings.queueing.exit_timeout = 0.5
