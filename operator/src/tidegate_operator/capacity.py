@@ -209,75 +209,98 @@ def _chunks(scene: Scenario, chunk: float) -> float:
     return sum(kind.share * max(1.0, kind.prefill_tokens / chunk) for kind in scene.kinds)
 
 
-def load_at(scene: Scenario, settings: BatchSettings, rate: float) -> Load | None:
-    """The steady state at `rate` requests/s, or None when the queue would grow without end."""
-    base = _step_seconds(scene, decoding=0, prefill=0, attention=0, prefills=0)
-    base = max(base, 1e-6)
-    step = base
-    decoding = prefilling = mixed = chunk = budget = 0.0
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The steps at a rate: how long on average, with prefill and without, and what is in them."""
+
+    seconds: float
+    mixed_seconds: float
+    bare_seconds: float
+    mixed_share: float
+    decoding: float
+    prefilling: float
+    chunk_tokens: float
+    budget_tokens: float
+
+
+def _steps_at(scene: Scenario, settings: BatchSettings, rate: float) -> _Steps | None:
+    """The step time at which as much is computed as arrives: what arrives in a step makes the next one longer.
+
+    The fixed point is approached from below by secants, which converge since the step time is convex in itself.
+    """
+    base = max(1e-6, _step_seconds(scene, decoding=0, prefill=0, attention=0, prefills=0))
+    seconds = base
     for _ in range(40):
-        decoding = rate * scene.decode_steps * step
+        decoding = rate * scene.decode_steps * seconds
         budget = settings.max_num_batched_tokens - decoding
         if decoding > settings.max_num_seqs or budget < 1:
             return None
         chunk = min(float(settings.long_prefill_token_threshold), budget)
-        prefilling = rate * step * _chunks(scene, chunk)
-        mixed = -math.expm1(-prefilling)
-        filled = _step_seconds(
+        prefilling = rate * seconds * _chunks(scene, chunk)
+        mixed_share = -math.expm1(-prefilling)
+        mixed = _step_seconds(
             scene,
             decoding=decoding,
-            prefill=rate * scene.prefill_tokens * step / mixed,
-            attention=rate * scene.attention * step / mixed,
-            prefills=prefilling / mixed,
+            prefill=rate * scene.prefill_tokens * seconds / mixed_share,
+            attention=rate * scene.attention * seconds / mixed_share,
+            prefills=prefilling / mixed_share,
         )
         bare = _step_seconds(scene, decoding=decoding, prefill=0, attention=0, prefills=0)
-        after = mixed * filled + (1 - mixed) * bare
-        slope = (after - base) / step
+        slope = (mixed_share * mixed + (1 - mixed_share) * bare - base) / seconds
         if slope >= 1:
             return None
         following = base / (1 - slope)
-        if abs(following - step) <= 5e-4 * step:
+        if abs(following - seconds) <= 5e-4 * seconds:
             break
-        step = following
-    held = (
-        rate
-        * step
-        * (
-            scene.decode_kv
-            + sum(kind.share * max(1.0, kind.prefill_tokens / chunk) * kind.isl / 2 for kind in scene.kinds)
-        )
+        seconds = following
+    return _Steps(seconds, mixed, bare, mixed_share, decoding, prefilling, chunk, budget)
+
+
+def load_at(scene: Scenario, settings: BatchSettings, rate: float) -> Load | None:
+    """The steady state at `rate` requests/s, or None when the queue would grow without end."""
+    steps = _steps_at(scene, settings, rate)
+    if steps is None:
+        return None
+    sequences = steps.decoding + steps.prefilling
+    read_kv = sum(
+        kind.share * max(1.0, kind.prefill_tokens / steps.chunk_tokens) * kind.isl / 2 for kind in scene.kinds
     )
-    sequences = decoding + prefilling
-    kv = held + sequences * scene.kv_slack_tokens
-    slots = float(settings.max_num_seqs)
+    kv = rate * steps.seconds * (scene.decode_kv + read_kv) + sequences * scene.kv_slack_tokens
     kv_slots = scene.kv_tokens / (KV_RESERVE * kv / sequences)
-    full = _step_seconds(
+    slots = min(float(settings.max_num_seqs), kv_slots)
+    full_seconds = _step_seconds(
         scene,
-        decoding=decoding,
-        prefill=budget,
-        attention=budget * scene.attention / scene.prefill_tokens,
-        prefills=max(1.0, prefilling),
+        decoding=steps.decoding,
+        prefill=steps.budget_tokens,
+        attention=steps.budget_tokens * scene.attention / scene.prefill_tokens,
+        prefills=max(1.0, steps.prefilling),
     )
-    crowding = (filled - bare) / filled
-    busy = -math.expm1(-sequences)
-    met_mixed = min(1.0, busy * mixed * filled / step / LIKELY)
+    crowding = (steps.mixed_seconds - steps.bare_seconds) / steps.mixed_seconds
+    crowd = _surge(steps.prefilling, crowding) - _surge(steps.prefilling, 0)
     load = Load(
         rate=rate,
-        step_seconds=step,
-        decoding=decoding,
-        prefilling=prefilling,
-        mixed_share=mixed,
+        step_seconds=steps.seconds,
+        decoding=steps.decoding,
+        prefilling=steps.prefilling,
+        mixed_share=steps.mixed_share,
         crowding=crowding,
-        residual_seconds=RESIDUAL_SHARE * min(1.0, busy / LIKELY) * (bare + met_mixed * (filled - bare)),
-        chunk_tokens=chunk,
-        slots=max(1.0, min(slots, kv_slots)),
-        slots_by_kv=kv_slots < slots,
-        budget_tokens=budget,
-        prefill_utilisation=rate * scene.prefill_tokens * full / budget,
-        slot_utilisation=(sequences + _surge(prefilling, crowding) - _surge(prefilling, 0)) / min(slots, kv_slots),
+        residual_seconds=_residual_seconds(steps),
+        chunk_tokens=steps.chunk_tokens,
+        slots=max(1.0, slots),
+        slots_by_kv=kv_slots < settings.max_num_seqs,
+        budget_tokens=steps.budget_tokens,
+        prefill_utilisation=rate * scene.prefill_tokens * full_seconds / steps.budget_tokens,
+        slot_utilisation=(sequences + crowd) / slots,
         kv_tokens=kv,
     )
     return load if max(load.prefill_utilisation, load.slot_utilisation) < MAX_UTILISATION else None
+
+
+def _residual_seconds(steps: _Steps) -> float:
+    busy = -math.expm1(-(steps.decoding + steps.prefilling))
+    met_mixed = min(1.0, busy * steps.mixed_share * steps.mixed_seconds / steps.seconds / LIKELY)
+    met = steps.bare_seconds + met_mixed * (steps.mixed_seconds - steps.bare_seconds)
+    return RESIDUAL_SHARE * min(1.0, busy / LIKELY) * met
 
 
 def _waits(scene: Scenario, load: Load) -> tuple[tuple[float, float], ...]:

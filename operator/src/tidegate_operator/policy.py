@@ -440,7 +440,12 @@ def stabilise(context: Context) -> Context:
     low, high = context.spec.replica_bounds()
     buckets = buckets_for((down_seconds, up_seconds), sync_seconds=context.spec.autoscaling.sync_period_seconds)
     want = Want(context.now, min(max(context.want_down, low), high), min(max(context.want_up, low), high))
-    memory = remember_want(context.memory, want, current=context.current, buckets=buckets)
+    # Where nobody will follow it, a want for fewer is not pending, and its time need not be written down.
+    follows = (
+        context.spec.autoscaling.mode == ScalingMode.AUTO and behavior.scale_down.select_policy != SelectPolicy.DISABLED
+    )
+    current = context.current if follows else want.most
+    memory = remember_want(context.memory, want, current=current, buckets=buckets)
     context = replace(context, memory=memory)
     if context.replicas < context.current and down_seconds:
         most = max(item.most for item in wants_within(memory, now=context.now, seconds=down_seconds))

@@ -154,16 +154,16 @@ def judge_trial(
             now=now,
         )
     seen = compare(trial.measured, measured)
+    if not comparable(trial.measured, measured):
+        seen += " under another load"
     message = f"batch settings {describe(tuning.settings)} kept: {foretell(trial.predicted)}; {seen}"
     return replace(tuning, memory=memory, hold_reason="SettingsVerified", message=message)
 
 
 def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
     """Whether an objective is missed now and was not, or less so, under a comparable load."""
-    for name in ("rate", "prefill_tokens", "decode_tokens"):
-        limit = COMPARABLE_LOAD_RATIO if name == "rate" else COMPARABLE_MIX_RATIO
-        if before.get(name, 0) <= 0 or not 1 / limit <= after.get(name, 0) / before[name] <= limit:
-            return False
+    if not comparable(before, after):
+        return False
     objectives = spec.objectives
     goals = {
         "ttft_seconds": objectives.ttft,
@@ -177,6 +177,15 @@ def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, fl
     return miss(after) > MISSED_RATIO and miss(after) > WORSE_RATIO * miss(before)
 
 
+def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether two measurements are of about the same load: rate and mix."""
+    for name in ("rate", "prefill_tokens", "decode_tokens"):
+        limit = COMPARABLE_LOAD_RATIO if name == "rate" else COMPARABLE_MIX_RATIO
+        if before.get(name, 0) <= 0 or not 1 / limit <= after.get(name, 0) / before[name] <= limit:
+            return False
+    return True
+
+
 def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> bool:
     """Whether the data is good enough to look for other settings: every pod seen, all on one generation."""
     arrivals = sum(demand.arrivals_per_second.values())
@@ -185,7 +194,7 @@ def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> b
         ready > 0
         and demand.pods_covered >= ready
         and arrivals * demand.window_seconds >= MIN_REQUESTS
-        and sum(demand.finished_per_second.values()) * demand.window_seconds >= MIN_ANSWERS - 0.5
+        and round(sum(demand.finished_per_second.values()) * demand.window_seconds) >= MIN_ANSWERS
         and _applied_everywhere(observation, tuning.generation)
         and not (tuning.memory.cooldown_until is not None and observation.now < tuning.memory.cooldown_until)
     )
@@ -212,15 +221,9 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
         message += f"; a step towards {describe(plan.settings)}"
     if spec.batching.mode == BatchingMode.OBSERVE:
         return replace(tuning, message=f"would set batch settings {message}", aim=plan.settings, plan=plan)
-    running = memory.trial
-    trial = Trial(
-        at=now,
-        before=running.before if running else tuning.settings,
-        measured=running.measured if running else measure(demand, scene),
-        predicted=predicted,
-    )
+    trial = Trial(at=now, before=tuning.settings, measured=measure(demand, scene), predicted=predicted)
     tuning = _change(
-        replace(tuning, memory=replace(memory, trial=trial, settled=())),
+        replace(tuning, memory=replace(memory, trial=_continued(memory.trial, trial), settled=())),
         step,
         reason="RetunedForMix",
         message=f"batch settings {message}",
@@ -228,6 +231,14 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     )
     verification = spec.batching.verification_seconds
     return replace(tuning, aim=plan.settings, plan=plan, verifying_until=now + verification if verification else None)
+
+
+def _continued(running: Trial | None, step: Trial) -> Trial:
+    """Steps in a row under one mix are one trial, against what held before the first of them."""
+    if running is None or not comparable(running.measured, step.measured):
+        return step
+    first = {name: value for name, value in running.predicted.items() if name.endswith("_before")}
+    return replace(step, before=running.before, measured=running.measured, predicted={**step.predicted, **first})
 
 
 def _change(tuning: Tuning, settings: BatchSettings, *, reason: str, message: str, now: float | None = None) -> Tuning:
