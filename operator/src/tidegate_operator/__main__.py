@@ -246,6 +246,8 @@ async def _watch(operator: Operator, options: Settings, configuration: object) -
         registry=handlers.registry(operator.see, credentials),
         settings=handlers.kopf_settings(),
         standalone=True,
+        # kopf's own choice asks the passwd file for the user's name, and an arbitrary user id stands in none.
+        identity=api.OPERATOR_NAME,
         clusterwide=not options.watch_namespaces,
         namespaces=list(options.watch_namespaces),
     )
