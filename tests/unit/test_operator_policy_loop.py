@@ -304,7 +304,7 @@ def test_a_flip_of_the_mix_at_a_constant_rate_changes_settings_and_replicas() ->
 
 @pytest.mark.parametrize("lengths", [SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT], ids=["decode", "prefill"])
 def test_constant_load_with_noise_is_no_event_for_an_hour(lengths: Lengths) -> None:
-    fleet = Fleet(spec_with(), steady(2.0), only(lengths), noise=0.05)
+    fleet = Fleet(spec_with(syncPeriodSeconds=15), steady(2.0), only(lengths), noise=0.05)
     fleet.run(3600 + 300, tick=0.5)
     assert fleet.scalings(after=300) == []
     assert fleet.retunings(after=300) == []

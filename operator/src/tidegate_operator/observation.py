@@ -175,5 +175,9 @@ class Decision:
     mix: tuple[PatternShare, ...] = ()
     inputs: Mapping[str, float] = field(default_factory=dict)
     """The formula's values, so that a human can recompute the number."""
+    settings_reason: str = ""
+    """CamelCase; why the settings changed, when they did: `reason` may be about the replicas."""
+    settings_message: str = ""
+    """One sentence with the predicted effect of that change."""
     memory: Mapping[str, object] = field(default_factory=dict)
     """Opaque, bounded, JSON: goes into status and comes back as `memory` of the next decision."""

@@ -619,6 +619,8 @@ def conclude(context: Context) -> Decision:
         bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
         mix=pattern_shares(context.mix, context.spec.patterns()),
         inputs=_inputs(context),
+        settings_reason=tuning.reason or "",
+        settings_message=tuning.message if tuning.reason else "",
         memory=dump_memory(memory),
     )
 

@@ -473,9 +473,11 @@ def _batching(view: View, now: float) -> api_status.BatchingStatus:
         generation=decision.settings_generation,
         applied_replicas=_applied_replicas(view),
         last_change_time=_timestamp(now) if changed else before.get("lastChangeTime"),
-        last_reason=decision.reason if changed else before.get("lastReason"),
-        last_message=decision.message if changed else before.get("lastMessage"),
-        rolled_back=_is_rollback(decision.reason) if changed else before.get("rolledBack", False),
+        last_reason=(decision.settings_reason or decision.reason) if changed else before.get("lastReason"),
+        last_message=(decision.settings_message or decision.message) if changed else before.get("lastMessage"),
+        rolled_back=_is_rollback(decision.settings_reason or decision.reason)
+        if changed
+        else before.get("rolledBack", False),
     )
 
 
