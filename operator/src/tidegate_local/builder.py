@@ -3,7 +3,6 @@
 Owns how buildah is called and the base image; what is built from it belongs to `images`.
 """
 
-import json
 import platform
 import shutil
 import subprocess
@@ -72,7 +71,10 @@ def build(dockerfile: Path, *, target: str, tag: str, context: Path, step: activ
 
 def push_to_layout(image: str, layout: Path, *, reference: str, step: activity.Step) -> None:
     """Write an image's blobs uncompressed into an OCI layout; those that it has already are not written again."""
-    argv = buildah("push", "--disable-compression", image, f"oci:{layout}:{reference}")
+    # buildah's push would compress, which takes longer than all the rest together.
+    place = f"containers-storage:[overlay@{folder() / 'root'}+{folder() / 'run'}]{image}"
+    options = ["--insecure-policy", "copy", "--dest-oci-accept-uncompressed-layers"]
+    argv = private_mounts("skopeo", *options, place, f"oci:{layout}:{reference}")
     activity.run(argv, step, env=_environment())
 
 
@@ -156,11 +158,8 @@ def _apt_proxy() -> dict[str, str]:
     return {"http_proxy": proxy} if proxy else {}
 
 
-def remove_layers() -> None:
-    """Remove every image and layer of ours."""
-    shutil.rmtree(folder(), ignore_errors=True)
-
-
-def images() -> list[str]:
-    listed = subprocess.run(buildah("images", "--json"), capture_output=True, text=True, env=_environment())
-    return [name for image in json.loads(listed.stdout or "[]") for name in image.get("names") or []]
+def clear_leftovers(layout: Path) -> None:
+    """Remove the temporary files of builds that were interrupted; the caller holds the builder's lock."""
+    shutil.rmtree(cache.root() / "tmp", ignore_errors=True)
+    for unfinished in layout.glob("oci-put-blob*"):
+        unfinished.unlink()

@@ -65,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EXPECTED as error:
         print(error, file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Our reader (`| head`) has seen enough; Python must not try to flush to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("Interrupted. What was finished is kept; running this again goes on from there.", file=sys.stderr)
         return 130

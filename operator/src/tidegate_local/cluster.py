@@ -93,7 +93,7 @@ def bring_up(plan: Plan, report: Report = print) -> "Cluster":
     _require_binaries(plan)
     sweep()
     state = state_folder(plan.name)
-    held = [cache.take_lock(f"cluster {plan.name}", purpose=_purpose(plan.name))]
+    held = [cache.take_lock(f"cluster name {plan.name}", purpose=_purpose(plan.name))]
     try:
         if plan.node:
             held.append(store.take_lock(_purpose(plan.name)))
@@ -133,6 +133,15 @@ def names() -> list[str]:
     """Names of the clusters that are running."""
     folders = cache.folder("clusters").glob("*/cluster.json")
     return sorted(path.parent.name for path in folders if _is_running(path.parent))
+
+
+def running_node() -> "Cluster | None":
+    """The running cluster that has a node, and with it the image store."""
+    for name in names():
+        found = attach(name)
+        if found.description.node:
+            return found
+    return None
 
 
 def state_folder(name: str) -> Path:
@@ -181,8 +190,12 @@ class Cluster:
     @property
     def images(self) -> list[str]:
         """Names of the images that pods can use."""
-        listed = store.run_ctr(self._inside, ["images", "ls", "-q"]).split()
-        return sorted(name for name in listed if not name.startswith("sha256:"))
+        return sorted(name for name in self.image_store.image_names() if not name.startswith("sha256:"))
+
+    @property
+    def image_store(self) -> store.Upkeep:
+        """The node's containerd, for imports."""
+        return store.Upkeep(self._inside)
 
     @property
     def prometheus_url_in_cluster(self) -> str:
@@ -307,7 +320,6 @@ class Cluster:
             "node_address": NODE_ADDRESS,
             "pod_range": POD_RANGE,
             "dns_address": DNS_ADDRESS,
-            "fail_cgroup_v1": "false",
         }
         return templates.render(name, values)
 
@@ -462,7 +474,7 @@ def sweep() -> None:
     """Remove what clusters left behind that ended without `stop`: killed with their starter, or with the machine."""
     for state in cache.folder("clusters").iterdir():
         try:
-            with cache.lock(f"cluster {state.name}", purpose="a clean-up"):
+            with cache.lock(f"cluster name {state.name}", purpose="a clean-up"):
                 _clear(state)
         except cache.Busy:
             continue

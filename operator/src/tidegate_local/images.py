@@ -5,11 +5,12 @@ Owns the list and the records of what has been imported. Called by `setup`, and 
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate_local import activity, builder, cache, oci, store
+from tidegate_local import activity, builder, cache, cluster, oci, store
 
 REPOSITORY = Path(__file__).parents[3]
 PAUSE_SOURCE = Path(__file__).parent / "pause.c"
@@ -32,7 +33,10 @@ class Image:
     peak_disk_bytes: float
 
 
-_PROJECT = ("pyproject.toml", "constraints.txt", "engine-image/requirements.py", "engine-image/src")
+REBUILD_BYTES = 1e9
+"""Disk that an image takes whose dependencies have been built before: only the sources are new."""
+_DEPENDENCIES = ("pyproject.toml", "constraints.txt", "engine-image/requirements.py")
+_PROJECT = (*_DEPENDENCIES, "engine-image/src")
 ENGINE = ("engine-image/Dockerfile", *_PROJECT, "kernels/src")
 OPERATOR = ("operator/Dockerfile", *_PROJECT, "operator/src/tidegate_operator")
 IMAGES = (
@@ -57,27 +61,38 @@ def key(image: Image) -> str:
         raise NoSources(
             "Images are built from a checkout of the repository: install Tidegate from one with pip install -e."
         )
-    files = cache.key_of_files([REPOSITORY / path for path in image.inputs], below=REPOSITORY)
-    return cache.key([files, builder.base_image()])
+    return _key_of(image.inputs)
+
+
+def needed_bytes(names: Sequence[str]) -> float:
+    """Free disk that building what is stale takes at its peak; less where the dependencies' layers are still there."""
+
+    def of(image: Image) -> float:
+        known = builder.folder().exists() and _recorded(image.short, "dependencies") == _dependencies_key(image)
+        return REBUILD_BYTES if known else image.peak_disk_bytes
+
+    return sum(of(image) for image in stale(names))
 
 
 def stale(names: Sequence[str]) -> list[Image]:
-    return [image for image in by_short_names(names) if _recorded(image.short) != key(image)]
+    return [image for image in by_short_names(names) if _recorded(image.short, "key") != key(image)]
 
 
 def pause_is_stale() -> bool:
-    return _recorded(PAUSE) != _pause_key()
+    return _recorded(PAUSE, "key") != _pause_key()
 
 
 def build(names: Sequence[str], progress: activity.Progress) -> None:
-    """Build and import what is stale, one image after the other. Raises cache.Busy when a cluster uses the store."""
+    """Build and import what is stale, one image after the other. Raises cache.Busy during another build or import."""
     pending = stale(names)
     if not pending and not pause_is_stale():
         return
     with cache.lock("image builder", purpose="an image build"):
+        builder.clear_leftovers(cache.folder("store/layout"))
         if pause_is_stale():
             with progress.step("pause image") as step:
-                _import(PAUSE, store.PAUSE_IMAGE, _pause_key(), make=lambda layout: _make_pause(layout, step))
+                record = {"name": store.PAUSE_IMAGE, "key": _pause_key()}
+                _import(PAUSE, record, make=lambda layout: _make_pause(layout, step))
         if pending:
             with progress.step("base image") as step:
                 builder.build_base(step)
@@ -87,30 +102,40 @@ def build(names: Sequence[str], progress: activity.Progress) -> None:
 
 
 def _build_one(image: Image, step: activity.Step) -> None:
-    wanted = key(image)
+    record = {"name": image.name, "key": key(image), "dependencies": _dependencies_key(image)}
     dockerfile = REPOSITORY / image.dockerfile
     builder.build(dockerfile, target=image.target, tag=image.name, context=REPOSITORY, step=step)
 
     def push(layout: Path) -> oci.Descriptor:
-        step.saw("writing layers")
         builder.push_to_layout(image.name, layout, reference=image.short, step=step)
+        step.saw("importing into containerd")
         return oci.find_manifest(layout, image.short)
 
-    step.saw("importing")
-    _import(image.short, image.name, wanted, make=push)
+    _import(image.short, record, make=push)
 
 
-def _import(short: str, name: str, wanted: str, *, make: Callable[[Path], oci.Descriptor]) -> None:
-    """Put an image into the layout, stream it to containerd, and leave only hollow layers behind."""
+def _import(short: str, record: Mapping[str, str], *, make: Callable[[Path], oci.Descriptor]) -> None:
+    """Put an image into the layout, stream it to containerd, leave only hollow layers behind, and record it."""
+    name = record["name"]
     layout = cache.folder("store/layout")
-    with store.held(f"an import of {name}") as lock, store.upkeep(lock) as upkeep:
+    with _open_store(f"an import of {name}") as upkeep:
         present = upkeep.content_digests()
         oci.forget_lost(layout, present)
         manifest = make(layout)
         upkeep.import_image(lambda output: oci.write_archive(layout, manifest, name, output=output))
         oci.hollow(layout, manifest)
-    record = cache.folder("store/records") / f"{short}.json"
-    record.write_text(json.dumps({"name": name, "key": wanted}))
+    (cache.folder("store/records") / f"{short}.json").write_text(json.dumps(record))
+
+
+@contextmanager
+def _open_store(purpose: str) -> Iterator[store.Upkeep]:
+    """The store by a containerd of our own, or by that of the cluster that uses it: its new pods get the new image."""
+    user = cluster.running_node()
+    if user is not None:
+        yield user.image_store
+    else:
+        with store.held(purpose) as lock, store.upkeep(lock) as upkeep:
+            yield upkeep
 
 
 def _make_pause(layout: Path, step: activity.Step) -> oci.Descriptor:
@@ -123,6 +148,16 @@ def _pause_key() -> str:
     return cache.key([PAUSE_SOURCE.read_text(), platform.machine()])
 
 
-def _recorded(short: str) -> str | None:
-    path = cache.root() / "store" / "records" / f"{short}.json"
-    return str(json.loads(path.read_text())["key"]) if path.exists() else None
+def _dependencies_key(image: Image) -> str:
+    return _key_of((image.dockerfile, *_DEPENDENCIES))
+
+
+def _key_of(inputs: Sequence[str]) -> str:
+    files = cache.key_of_files([REPOSITORY / path for path in inputs], below=REPOSITORY)
+    return cache.key([files, builder.base_image()])
+
+
+def _recorded(short: str, what: str) -> str | None:
+    path = store.folder() / "records" / f"{short}.json"
+    found: str | None = json.loads(path.read_text()).get(what) if path.exists() else None
+    return found

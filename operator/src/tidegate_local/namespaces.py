@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 INIT = Path(__file__).parent / "init.py"
@@ -101,7 +101,15 @@ def hierarchies(mountinfo: str, own_cgroups: str) -> list[Hierarchy]:
 
 
 def machine_hierarchies() -> list[Hierarchy]:
-    return hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    found = hierarchies(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    if is_version_2_alone(found):
+        # Version 2 alone: below a cgroup that holds processes none can be limited, so ours goes to the top.
+        return [replace(found[0], own_path="/")]
+    return found
+
+
+def is_version_2_alone(found: Sequence[Hierarchy]) -> bool:
+    return [hierarchy.options for hierarchy in found] == ["cgroup2"]
 
 
 def create(state: Path, *, node: bool, detached: bool, inherited: Sequence[int]) -> tuple[Namespaces, int | None]:
@@ -110,6 +118,8 @@ def create(state: Path, *, node: bool, detached: bool, inherited: Sequence[int])
     Returns the namespaces and, unless detached, the descriptor whose closing (also by our death) ends them.
     """
     found = machine_hierarchies() if node else []
+    if is_version_2_alone(found):
+        _pass_on_controllers(found[0].mount_point)
     cgroups = [make_cgroup(hierarchy, f"tidegate-{state.name}") for hierarchy in found]
     kinds = ["--mount", "--pid", *(("--net", "--cgroup", "--uts", "--ipc") if node else ())]
     unshare = ["unshare", *kinds, "--fork", "--kill-child", "--propagation", "private", "--"]
@@ -150,6 +160,14 @@ def make_cgroup(hierarchy: Hierarchy, name: str) -> Path:
         if "cpuset" in hierarchy.options.split(","):
             (folder / file).write_text((folder.parent / file).read_text())
     return folder
+
+
+def _pass_on_controllers(top: Path) -> None:
+    """cgroup v2: let children have every controller. systemd has done so for most; the rest do no harm."""
+    available = set((top / "cgroup.controllers").read_text().split())
+    missing = available - set((top / "cgroup.subtree_control").read_text().split())
+    if missing:
+        (top / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in sorted(missing)))
 
 
 def remove_cgroup(folder: Path, deadline: float) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
+CHUNK_BYTES = 1 << 20
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -68,7 +69,7 @@ def write_archive(layout: Path, manifest: Descriptor, name: str, *, output: IO[b
     blobs = [manifest, config, *layers(layout, manifest)]
     named = {**manifest, "annotations": {"io.containerd.image.name": name}}
     index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [named]}
-    with tarfile.open(fileobj=output, mode="w|") as archive:
+    with tarfile.open(fileobj=output, mode="w|", bufsize=CHUNK_BYTES) as archive:
         _add(archive, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
         _add(archive, "index.json", json.dumps(index).encode())
         for digest in dict.fromkeys(blob["digest"] for blob in blobs):

@@ -40,7 +40,7 @@ def is_complete(names: Sequence[str]) -> bool:
 def needed_bytes(names: Sequence[str]) -> float:
     """Free disk that the missing parts take at their common peak."""
     go = GO_PEAK_BYTES if binaries.missing() else 0.0
-    return BASE_BYTES + go + sum(image.peak_disk_bytes for image in images.stale(names))
+    return BASE_BYTES + go + images.needed_bytes(names)
 
 
 def clean(*, everything: bool) -> float:

@@ -44,7 +44,7 @@ def configuration(state: Path, *, upkeep: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """A containerd for maintenance, reachable in its own namespaces."""
+    """A running containerd, reached in the namespaces that it runs in."""
 
     inside: namespaces.Namespaces
 
@@ -52,17 +52,18 @@ class Upkeep:
         """Import what `write_archive` writes, an OCI archive; layers that the store has may be missing from it."""
         argv = self.inside.enter([*CTR, "images", "import", "-"])
         pipe = subprocess.PIPE
+        # Unbuffered: what a dead reader has not taken must not wait here for another attempt.
         with subprocess.Popen(
-            argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=namespaces.environment()
+            argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=namespaces.environment()
         ) as importer:
             assert importer.stdin is not None
             assert importer.stdout is not None
             with suppress(BrokenPipeError):
                 write_archive(importer.stdin)
-                importer.stdin.close()
-            said = importer.stdout.read().decode(errors="replace")
+            importer.stdin.close()
+            said = importer.stdout.read().decode(errors="replace").strip()
         if importer.returncode != 0:
-            raise StoreFailed(f"containerd refused an image: {said.strip()}")
+            raise StoreFailed(f"An image was not imported: {said or 'containerd was stopped'}. Run this again.")
 
     def content_digests(self) -> set[str]:
         return set(self._ctr("content", "ls", "--quiet").split())
