@@ -542,6 +542,8 @@ def test_gauges_tell_what_is_held_and_what_waits() -> None:
     assert (past[0], past[16], past[64]) == (2, 2, 0)
 
 
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
 @hypothesis_settings(max_examples=1000 if PROVE else 40, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 40)), min_size=1, max_size=5),
@@ -730,6 +732,8 @@ TestSchedulerMachine.settings = hypothesis_settings(
 )
 
 
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
 @hypothesis_settings(max_examples=1000 if PROVE else 40, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=24), min_size=1, max_size=6),
