@@ -23,28 +23,37 @@ OPERATOR_LABEL = "app.kubernetes.io/name=tidegate-operator"
 GPUS = 30
 REPOSITORY = Path(__file__).parents[2]
 POLL_SECONDS = 0.25
+STEP = {
+    "base_seconds": 0.1,
+    "threshold_tokens": 256,
+    "token_seconds": 0.0001,
+    "kv_token_seconds": 0.0,
+    "sequence_seconds": 0.0,
+    "attention_seconds": 0.0,
+    "mixed_kv_token_seconds": 0.0,
+}
 STEP_PROFILE: dict[str, object] = {
     "name": "test-100ms",
     "gpu": "test",
     "gpus": 1,
     "model": "test",
-    "weight_dtype": "bf16",
-    "kv_dtype": "bf16",
+    "layers": 1,
+    "kv_heads": 1,
+    "head_size": 64,
+    "vocab_size": 1000,
+    "weight_dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+    "weight_bytes": 1000000,
+    "kv_token_bytes": 256,
     "kv_blocks": 4096,
     "block_tokens": 16,
     "max_model_len": 4096,
     "start_seconds": {"weights": 0.5, "warmup": 0.0},
-    "step": {
-        "base_seconds": 0.1,
-        "threshold_tokens": 256,
-        "token_seconds": 0.0001,
-        "kv_token_seconds": 0.0,
-        "sequence_seconds": 0.0,
-        "attention_seconds": 0.0,
-        "mixed_kv_token_seconds": 0.0,
-    },
-    "source": "invented: ten steps a second, so that few tokens fill a replica",
+    "step": STEP,
 }
+STEP_PROFILE["source"] = dict.fromkeys(
+    ("kv_blocks", "start_seconds", *STEP), "invented: ten steps a second, so that few tokens fill a replica"
+)
 
 Manifest = dict[str, Any]
 Resource = dict[str, Any]
@@ -56,6 +65,21 @@ class Fleet:
 
     cluster: Cluster
     reached: access.Access
+
+    def install(self) -> None:
+        """Install the chart as a user would; on failure the operator's own words are in the error."""
+        values = {
+            "image": "tidegate.local/operator:dev",
+            "engine.image": "tidegate.local/engine:torch",
+            "prometheus.url": self.cluster.prometheus_url_in_cluster,
+        }
+        sets = [f"--set={name}={value}" for name, value in values.items()]
+        where = [f"--namespace={NAMESPACE}", "--create-namespace", "--wait", "--timeout=60s"]
+        chart = str(REPOSITORY / "charts" / "tidegate")
+        try:
+            self.reached.helm("upgrade", "--install", RELEASE, chart, *where, *sets)
+        except CommandFailed as error:
+            raise AssertionError(f"{error}\n{self.describe(None)}") from error
 
     def kubectl(self, *arguments: str, input: str | None = None) -> str:
         return self.reached.kubectl(f"--namespace={NAMESPACE}", *arguments, input=input)
@@ -70,6 +94,10 @@ class Fleet:
     def get(self, name: str, kind: str = "lld") -> Resource:
         found: Resource = json.loads(self.kubectl("get", kind, name, "--output=json"))
         return found
+
+    def all_of(self, kind: str) -> list[Resource]:
+        items: list[Resource] = json.loads(self.kubectl("get", kind, "--output=json"))["items"]
+        return items
 
     def pods(self, name: str) -> list[Resource]:
         selector = f"--selector=tidegate.dev/deployment={name}"
@@ -116,6 +144,7 @@ class Fleet:
     def wait_ready(self, name: str, *, timeout_seconds: float = 120) -> Resource:
         def ready() -> Resource | None:
             found = self.get(name)
+            assert not recording.condition_is_true(found, "Stalled"), f"{name} is stalled\n{self.describe(name)}"
             return found if recording.condition_is_true(found, "Ready") else None
 
         found: Resource = self.until(f"{name} is Ready", ready, timeout_seconds=timeout_seconds, name=name)
@@ -159,10 +188,13 @@ class Fleet:
         process = self.cluster.popen([*argv, f"--phases={plan}", f"--out={out}", f"--seed={seed}"])
         return Sending(process, out)
 
+    def operator_container(self) -> str:
+        pods = json.loads(self.kubectl("get", "pods", f"-l={OPERATOR_LABEL}", "-o=json"))["items"]
+        return str(pods[0]["status"]["containerStatuses"][0]["containerID"]).removeprefix("containerd://")
+
     def kill_operator(self) -> str:
         """SIGKILL to the operator's process; returns the container's id."""
-        pods = json.loads(self.kubectl("get", "pods", f"-l={OPERATOR_LABEL}", "-o=json"))["items"]
-        container = str(pods[0]["status"]["containerStatuses"][0]["containerID"]).removeprefix("containerd://")
+        container = self.operator_container()
         ctr = ["ctr", "--address", store.SOCKET, "--namespace", "k8s.io"]
         argv = self.cluster.enter([*ctr, "tasks", "kill", "--signal", "SIGKILL", container])
         subprocess.run(argv, check=True, capture_output=True)
@@ -193,7 +225,7 @@ class Sending:
 
 
 def modelled(name: str, **spec: object) -> Manifest:
-    """An object of the modelled engine with the small test profile; `spec` replaces top-level fields."""
+    """An object of the modelled engine with the small test profile; `spec` replaces top-level fields, None removes one."""
     fields: dict[str, object] = {
         "model": {"uri": "file:///models/modelled"},
         "engine": {
@@ -234,7 +266,7 @@ def resource(name: str, spec: Mapping[str, object]) -> Manifest:
         "apiVersion": "tidegate.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": dict(spec),
+        "spec": {name: value for name, value in spec.items() if value is not None},
     }
 
 
@@ -257,23 +289,8 @@ def fleet() -> Iterator[Fleet]:
         setup.everything(progress)
     with cluster.start("e2e", node=True, gpus=GPUS, prometheus=True) as running:
         found = Fleet(running, access.of_cluster(running))
-        running.kubectl("create", "namespace", NAMESPACE)
-        found.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": "profiles", "namespace": NAMESPACE},
-                "data": {"profile.json": json.dumps(STEP_PROFILE)},
-            }
-        )
-        found.reached.helm(
-            "install",
-            RELEASE,
-            str(REPOSITORY / "charts" / "tidegate"),
-            f"--namespace={NAMESPACE}",
-            "--wait",
-            "--set=image=tidegate.local/operator:dev",
-            "--set=engine.image=tidegate.local/engine:torch",
-            f"--set=prometheus.url={running.prometheus_url_in_cluster}",
-        )
+        found.install()
+        profile = {"profile.json": json.dumps(STEP_PROFILE)}
+        metadata = {"name": "profiles", "namespace": NAMESPACE}
+        found.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": profile})
         yield found

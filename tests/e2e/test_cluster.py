@@ -102,7 +102,7 @@ def leftovers() -> Machine:
 @pytest.fixture(scope="module")
 def machine_before() -> Machine:
     with activity.Progress() as progress:
-        setup.everything(progress)
+        setup.everything(progress, ["smollm2"])
     return settings_of_machine()
 
 

@@ -1,37 +1,49 @@
 """The operator's own death and absence: what was begun is finished, and deletion needs nobody."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tidegate_local import recording
-
-KINDS = ("deployment", "service", "serviceaccount", "poddisruptionbudget")
+KINDS = (
+    ("deployments", ""),
+    ("services", ""),
+    ("serviceaccounts", ""),
+    ("poddisruptionbudgets", ""),
+    ("configmaps", "-engine"),
+)
+"""What the operator makes for each object, and what follows the object's name in theirs."""
 
 
 def test_killed_in_the_middle_of_its_work_the_operator_comes_back_and_finishes(fleet: Any, objects: Any) -> None:
-    names = [f"interrupted-{n}" for n in range(8)]
-    fleet.apply(*(objects.modelled(name, replicas=1 if n == 7 else 0) for n, name in enumerate(names)))
-    fleet.until("the operator has begun", lambda: any(fleet.children(name) for name in names))
-    killed = fleet.kill_operator()
-    done_before = [name for name in names if len(fleet.children(name)) >= 5]
-    assert len(done_before) < len(names), "the operator was through before it could be killed"
+    names = [f"interrupted-{n}" for n in range(24)]
+    manifests = [objects.modelled(name, replicas=1 if name == names[0] else 0) for name in names]
+
+    def begun() -> int:
+        found = fleet.kubectl("get", "serviceaccounts", "-l=app.kubernetes.io/managed-by=tidegate-operator", "-o=name")
+        return sum("interrupted-" in line for line in found.splitlines())
+
+    with ThreadPoolExecutor(1) as pool:
+        applying = pool.submit(fleet.apply, *manifests)
+        fleet.until("the operator has begun", begun)
+        killed = fleet.kill_operator()
+        assert begun() < len(names), "the operator was through before it was killed"
+        applying.result()
 
     def converged() -> bool:
-        for name in names:
-            found = fleet.get(name)
-            if (
-                recording.number((found.get("status") or {}).get("observedGeneration"))
-                != found["metadata"]["generation"]
-            ):
-                return False
-        return True
+        found = json.loads(fleet.kubectl("get", "lld", "--output=json"))["items"]
+        seen = {item["metadata"]["name"]: item for item in found}
+        return all(
+            (seen[name].get("status") or {}).get("observedGeneration") == seen[name]["metadata"]["generation"]
+            for name in names
+        )
 
     fleet.until("every object has its status", converged, timeout_seconds=90)
-    for name in names:
-        for kind in KINDS:
-            assert fleet.get(name, kind)["metadata"]["ownerReferences"][0]["name"] == name
-        assert fleet.get(f"{name}-engine", "configmap")
-    fleet.wait_ready("interrupted-7")
-    assert fleet.kill_operator() != killed
+    for kind, suffix in KINDS:
+        items = {item["metadata"]["name"]: item for item in fleet.all_of(kind)}
+        owners = {name: items[name + suffix]["metadata"]["ownerReferences"][0]["name"] for name in names}
+        assert owners == dict(zip(names, names, strict=True))
+    fleet.wait_ready(names[0])
+    assert fleet.operator_container() != killed
     fleet.kubectl("delete", "lld", *names, "--wait=false")
 
 
