@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-SELECTOR = "app.kubernetes.io/managed-by=tidegate-operator,app.kubernetes.io/component=engine"
+SELECTOR = "app.kubernetes.io/managed-by=tidegate-operator,app.kubernetes.io/name=tidegate-engine"
 ADMIN_PORT = 8001
 RETRY_SECONDS = 1.0
 
