@@ -53,8 +53,6 @@ def has_image(name: str) -> bool:
 
 def build_base(step: activity.Step) -> None:
     """Make the base image with debootstrap from the machine's own apt sources, which leave no trace in it."""
-    if has_image(base_image()):
-        return
     words = {"PACKAGES": ",".join(BASE_PACKAGES), "SUITE": SUITE, "MIRROR": mirror(), "IMAGE": base_image()}
     script = f'buildah() {{ command buildah {" ".join(_store_options())} "$@"; }}\n{MAKE_BASE}'
     activity.run(private_mounts("sh", "-c", script), step, env={**_environment(), **words})

@@ -93,7 +93,7 @@ def build(names: Sequence[str], progress: activity.Progress) -> None:
             with progress.step("pause image") as step:
                 record = {"name": store.PAUSE_IMAGE, "key": _pause_key()}
                 _import(PAUSE, record, make=lambda layout: _make_pause(layout, step))
-        if pending:
+        if pending and not builder.has_image(builder.base_image()):
             with progress.step("base image") as step:
                 builder.build_base(step)
         for image in pending:

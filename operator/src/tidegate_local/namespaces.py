@@ -61,7 +61,7 @@ class Namespaces:
         """Whether the process of that id is still this cluster's process 1, and not a later owner of the number."""
         try:
             return str(state).encode() in Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     def end(self, state: Path, *, timeout_seconds: float = 30.0) -> None:
