@@ -15,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidegate_engine import admin as admin_module
 from tidegate_engine.batching import BatchingState, Change, Conflict, apply_change, expire, initial_state
-from tidegate_engine.engine import Health
+from tidegate_engine.engine import Health, Output
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
-from tidegate_engine.request import SampledToken, Step
+from tidegate_engine.request import Request, SampledToken, Step
 from tidegate_engine.serve import Process
 from tidegate_engine.settings import BatchSettings, Envelope
 from tidegate_engine.steptime import TERMS, Profile
@@ -311,6 +312,88 @@ async def test_a_hung_step_is_first_not_ready_then_not_alive_and_an_idle_engine_
         runner.is_held = False
 
 
+async def test_an_order_that_nobody_waits_for_any_more_is_dropped_and_the_engine_goes_on(
+    start_engine: StartEngine,
+    fast_profile: Profile,
+    admin_keys_file: Path,
+    admin_headers: MakeHeaders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.05)
+    runner = BlockingRunner(fast_profile)
+    engine = await start_engine(runner=runner, admin_keys=admin_keys_file)
+    assert engine.state.loaded is not None
+    loop = engine.state.loaded.engine
+    try:
+        async with admin_of(engine) as admin, api_of(engine) as client:
+            admin.headers.update(admin_headers())
+            call = asyncio.create_task(
+                client.post("/v1/completions", json={"model": "fast", "prompt": "x", "max_tokens": 3})
+            )
+            await until(lambda: loop.scheduler.step_id > 0)
+            late = await admin.patch(BATCHING, json={"max_num_seqs": 8})
+            assert late.status_code == 503 and late.json()["error"]["code"] == "busy"
+            runner.is_held = False
+            assert (await call).status_code == 200
+            assert (await admin.get(BATCHING)).json()["effective"]["max_num_seqs"] == 32
+            assert (await admin.patch(BATCHING, json={"max_num_seqs": 8})).status_code == 200
+    finally:
+        runner.is_held = False
+
+
+async def test_settings_whose_time_ends_in_a_step_longer_than_any_wait_fall_back_after_it(
+    start_engine: StartEngine,
+    fast_profile: Profile,
+    admin_keys_file: Path,
+    admin_headers: MakeHeaders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.05)
+    runner = BlockingRunner(fast_profile)
+    engine = await start_engine(runner=runner, admin_keys=admin_keys_file)
+    assert engine.state.loaded is not None
+    batching = engine.state.loaded.batching
+    try:
+        async with admin_of(engine) as admin, api_of(engine) as client:
+            admin.headers.update(admin_headers())
+            assert (await admin.patch(BATCHING, json={"max_num_seqs": 8, "ttl_s": 1})).status_code == 200
+            call = asyncio.create_task(
+                client.post("/v1/completions", json={"model": "fast", "prompt": "x", "max_tokens": 3})
+            )
+            await asyncio.sleep(1.2)  # the time to live and some waits for the step
+            assert batching.effective.max_num_seqs == 8
+            runner.is_held = False
+            assert (await call).status_code == 200
+            await until(lambda: batching.effective.max_num_seqs == 32)
+    finally:
+        runner.is_held = False
+
+
+async def test_requests_that_an_engine_never_came_to_are_told_when_it_fails(
+    start_engine: StartEngine, fast_profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_the_books(*_: object) -> None:
+        raise RuntimeError("the books are lost")
+
+    runner = BlockingRunner(fast_profile)
+    engine = await start_engine(runner=runner)
+    assert engine.state.loaded is not None
+    loop = engine.state.loaded.engine
+    monkeypatch.setattr(loop.scheduler, "commit", lose_the_books)
+    body = {"model": "fast", "prompt": "x", "max_tokens": 3}
+    try:
+        async with api_of(engine) as client:
+            running = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: loop.scheduler.step_id > 0)
+            unread = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: loop.unfinished == 2)
+            runner.is_held = False
+            for answer in await asyncio.gather(running, unread):
+                assert answer.status_code == 500 and "the engine failed" in answer.json()["error"]["message"]
+    finally:
+        runner.is_held = False
+
+
 async def test_steps_that_keep_failing_end_the_engine_with_a_reason(
     start_engine: StartEngine, fast_profile: Profile
 ) -> None:
@@ -326,8 +409,14 @@ async def test_steps_that_keep_failing_end_the_engine_with_a_reason(
             answer = await client.post("/v1/completions", json={"model": "fast", "prompt": "x"})
             assert answer.status_code == 500
         await until(lambda: loop.failure is not None)
-        late = await client.post("/v1/completions", json={"model": "fast", "prompt": "x"})
-        assert late.status_code == 500, "nobody waits for an engine that is gone"
+    late: list[Output] = []
+
+    class Late:
+        def push(self, output: Output) -> None:
+            late.append(output)
+
+    loop.submit(Request("late", 1, 1, 0.0, prompt_ids=[1]), Late())
+    assert [output.error for output in late] == ["the engine failed"], "nobody waits for an engine that is gone"
     health: Health = loop.health()
     assert not health.alive and "device lost" in (health.failure or "")
 

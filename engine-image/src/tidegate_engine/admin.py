@@ -108,9 +108,11 @@ class LiveBatching:
             self._expiry.cancel()
             self._expiry = None
         if state.expires_at is not None:
-            delay = max(0.0, state.expires_at - self._clock())
-            self._expiry = asyncio.get_running_loop().call_later(delay, self._start_expiry)
+            self._expire_after(max(0.0, state.expires_at - self._clock()))
         return step_id
+
+    def _expire_after(self, seconds: float) -> None:
+        self._expiry = asyncio.get_running_loop().call_later(seconds, self._start_expiry)
 
     def _start_expiry(self) -> None:
         self._expiring = asyncio.ensure_future(self._expire())
@@ -118,9 +120,14 @@ class LiveBatching:
     async def _expire(self) -> None:
         async with self._lock:
             state = expire(self.state, self._clock())
-            if state is not self.state:
-                logger.warning("nobody renewed the batch settings of generation %d in time", self.state.generation)
+            if state is self.state:
+                return
+            logger.warning("nobody renewed the batch settings of generation %d in time", self.state.generation)
+            try:
                 await self._set(state)
+            except TimeoutError:
+                self._expire_after(0)  # the step in flight is a long one: wait again
+            else:
                 self._engine.metrics.counts.settings_changes["reverted"] += 1
 
     def _warnings(self, spec: BatchSettings) -> list[str]:

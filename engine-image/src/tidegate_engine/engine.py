@@ -139,6 +139,8 @@ class Engine:
         future: Future[Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001  # it belongs to the caller, who gets it
@@ -313,6 +315,9 @@ class Engine:
         for live in self._live.values():
             self._outbox.append((live.sink, Output(None, FinishReason.ERROR, "the engine failed")))
         self._live.clear()
+        while not self._mailbox.empty():
+            if isinstance(mail := self._mailbox.get(), _Add):
+                self._outbox.append((mail.sink, Output(None, FinishReason.ERROR, "the engine failed")))
         self._deliver()
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self.failed.set)
