@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
 from tidegate_engine.request import SampledToken, Step, TokenLogprobs
@@ -262,6 +263,14 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"model": "fast", "prompt": "x", "min_tokens": 99}, 400, "min_tokens", "invalid_value"),
     ("completions", {"model": "fast", "prompt": "x", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
+    ("completions", {"model": "fast", "prompt": "x", "stop_token_ids": [-1]}, 400, "stop_token_ids", "invalid_value"),
+    (
+        "completions",
+        {"model": "fast", "prompt": "x", "stop_token_ids": [2**40]},
+        400,
+        "stop_token_ids",
+        "invalid_value",
+    ),
     ("chat/completions", {"model": "fast", "messages": []}, 400, "messages", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": [{"role": "boss"}]}, 400, "messages.0.role", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": USER, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
@@ -307,6 +316,21 @@ async def test_a_body_that_is_not_json_and_an_unknown_path_get_the_error_shape(h
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "not_found"
     method = await http.get("/v1/completions")
     assert method.status_code == 405 and "error" in method.json()
+
+
+@pytest.mark.parametrize("says_its_length", [True, False])
+async def test_a_body_that_is_too_large_is_refused_whether_or_not_it_says_so(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, says_its_length: bool
+) -> None:
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
+    body = json.dumps({"model": "fast", "prompt": "x" * 900, "max_tokens": 1, "user": "y" * 900}).encode()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield body[:700]
+        yield body[700:]
+
+    answer = await http.post("/v1/completions", content=body if says_its_length else chunks())
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
 
 async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngine, fast_profile: Profile) -> None:

@@ -270,6 +270,7 @@ class Completions:
         self.check_model(call.model)
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        self.check_ids(call.stop_token_ids or (), param="stop_token_ids")
 
     def _begin(self, call: CallFields, prompts: list[list[int]], plan: "_Plan", *, is_chat: bool) -> Generation:
         count = call.n or 1

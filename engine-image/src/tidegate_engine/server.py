@@ -111,7 +111,7 @@ class Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+            return _body_too_large()
         if not self._api_keys or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -167,7 +167,7 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
     async def complete(request: Request) -> Response:
         arrival = time.monotonic()
         _check_accepts(parts.drain)
-        call = parse(CompletionCall, await request.body())
+        call = parse(CompletionCall, await _read_body(request))
         generation = await completions.begin_completion(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
@@ -175,7 +175,7 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
     async def chat(request: Request) -> Response:
         arrival = time.monotonic()
         _check_accepts(parts.drain)
-        call = parse(ChatCall, await request.body())
+        call = parse(ChatCall, await _read_body(request))
         generation = await completions.begin_chat(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
@@ -201,7 +201,7 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        call = parse(TokenizeCall, await request.body())
+        call = parse(TokenizeCall, await _read_body(request))
         completions.check_model(call.model)
         if (call.prompt is None) == (call.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
@@ -213,7 +213,7 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        call = parse(DetokenizeCall, await request.body())
+        call = parse(DetokenizeCall, await _read_body(request))
         completions.check_model(call.model)
         completions.check_ids(call.tokens, param="tokens")
         return JsonResponse({"prompt": completions.tokenizer.decode(call.tokens)})
@@ -232,6 +232,20 @@ def _load(completions: Completions) -> Mapping[str, int]:
 async def _respond(generation: Generation, request: Request, *, stream: bool) -> Response:
     generation.start()
     return EventStream(generation) if stream else await whole_answer(generation, request.receive)
+
+
+async def _read_body(request: Request) -> bytes:
+    """The whole body; raises ApiError when it is too large, which one without a length tells only as it comes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise _body_too_large()
+    return bytes(body)
+
+
+def _body_too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
 def _check_accepts(drain: Drain) -> None:
