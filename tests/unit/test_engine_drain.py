@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from tidegate_engine.drain import Drain, DrainPhase
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
@@ -172,3 +173,50 @@ async def test_a_drain_serves_then_refuses_and_its_end_can_be_seen_and_cancelled
         assert (await admin.get("/readyz")).status_code == 200
         assert (await api.post("/v1/completions", json=body)).status_code == 200
         assert (await admin.post(DRAIN, json={"timeout_seconds": -1})).status_code == 422
+
+
+async def test_a_drain_by_a_signal_is_not_cancelled_and_cuts_no_stream(
+    start_engine: StartEngine, fast_profile: Profile, admin_keys_file: Path, admin_headers: MakeHeaders
+) -> None:
+    slower = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.006))
+    engine = await start_engine(profile=slower, admin_keys=admin_keys_file, shutdown_timeout_seconds=30.0)
+    api_url, admin_url = (f"http://127.0.0.1:{port}" for port in (engine.api_port, engine.admin_port))
+    async with (
+        httpx.AsyncClient(base_url=api_url, timeout=30) as api,
+        httpx.AsyncClient(base_url=admin_url, timeout=30, headers=admin_headers()) as admin,
+    ):
+        # Longer than a listener waits for its connections when it ends.
+        streams = await start_streams(api, 2, tokens=500)
+        engine.leave.set()
+        await until_phase(admin, "refusing")
+        assert (await admin.delete(DRAIN)).json()["phase"] == "refusing"
+        for events in await asyncio.gather(*streams):
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_timeout_below_the_removal_of_the_endpoints_still_serves_who_cannot_know_yet(
+    start_engine: StartEngine,
+) -> None:
+    engine = await start_engine(shutdown_timeout_seconds=0.0, endpoint_removal_seconds=1.0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30) as api:
+        engine.leave.set()
+        assert engine.state.loaded is not None
+        drain = engine.state.loaded.drain
+        async with asyncio.timeout(20):
+            while drain.phase is DrainPhase.SERVING:  # noqa: ASYNC110  # it has no event
+                await asyncio.sleep(0)
+        answer = await api.post("/v1/completions", json={"model": "fast", "prompt": "x", "max_tokens": 2})
+        assert answer.status_code == 200
+
+
+async def test_the_timeout_of_a_final_drain_overrules_a_longer_one_before() -> None:
+    now = [100.0]
+    drain = Drain(lambda: 1, lambda _: None, endpoint_removal_seconds=0, clock=lambda: now[0])
+    drain.begin(3600)
+    now[0] += 10
+    task = drain.begin(5, is_final=True)
+    assert drain.seconds_left == 5
+    drain.begin(60)
+    assert drain.seconds_left == 5, "nothing makes the time longer than the process has"
+    assert not drain.cancel()
+    task.cancel()

@@ -21,7 +21,7 @@ class DrainPhase(StrEnum):
 
 
 class Drain:
-    """One drain at a time; a second `begin` keeps the first's start and takes the longer timeout."""
+    """One drain at a time; a second `begin` keeps the first's start and the longer timeout, a final one takes its own."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Drain:
         self._clock = clock
         self._began_at: float | None = None
         self._timeout_seconds = 0.0
+        self._is_final = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -65,25 +66,33 @@ class Drain:
     def _leaving_seconds(self) -> float:
         return min(self._endpoint_removal_seconds, self._timeout_seconds)
 
-    def begin(self, timeout_seconds: float, *, at_once: bool = False) -> asyncio.Task[None]:
-        """Start to drain; the task ends when nothing runs any more. `at_once` refuses new requests immediately."""
+    def begin(self, timeout_seconds: float, *, at_once: bool = False, is_final: bool = False) -> asyncio.Task[None]:
+        """Start to drain; the task ends when nothing runs any more. `at_once` refuses new requests immediately.
+
+        A final drain ends the process: it cannot be cancelled, and its timeout counts from now, whatever was asked
+        before, since whoever sent the signal kills the process when its own time is over.
+        """
         if at_once:
             self._endpoint_removal_seconds = 0.0
+        now = self._clock()
         if self._began_at is None:
-            self._began_at = self._clock()
-            self._timeout_seconds = timeout_seconds
-        else:
-            passed = self._clock() - self._began_at
-            self._timeout_seconds = max(self._timeout_seconds, passed + timeout_seconds)
+            self._began_at = now
+        until = now - self._began_at + timeout_seconds
+        if is_final:
+            self._timeout_seconds = until
+        elif not self._is_final:
+            self._timeout_seconds = max(self._timeout_seconds, until)
+        self._is_final = self._is_final or is_final
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._finish())
         return self._task
 
     def cancel(self) -> bool:
-        """Serve again; False when it was not draining."""
-        if self._began_at is None:
+        """Serve again; False when it was not draining, or drains for good."""
+        if self._began_at is None or self._is_final:
             return False
         self._began_at = None
+        self._timeout_seconds = 0.0
         if self._task is not None:
             self._task.cancel()
             self._task = None

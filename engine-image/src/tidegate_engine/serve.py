@@ -244,8 +244,10 @@ class Process:
             await asyncio.wait((leave, failed), return_when=asyncio.FIRST_COMPLETED)
             if not failed.done():
                 logger.info("leaving: %d requests to end", engine.unfinished)
-                timeout = self._options.shutdown_timeout_seconds
-                drained = drain.begin(timeout, at_once=self._exit_at_once)
+                options = self._options
+                # A timeout that is shorter than the removal of the endpoints must not turn away who cannot know yet.
+                timeout = max(options.shutdown_timeout_seconds, options.endpoint_removal_seconds)
+                drained = drain.begin(timeout, at_once=self._exit_at_once, is_final=True)
                 await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 raise ServeError("EngineFailed", engine.failure or "unknown", exit_code=EXIT_ENGINE_FAILED)
