@@ -21,7 +21,7 @@ class DrainPhase(StrEnum):
 
 
 class Drain:
-    """One drain at a time; a second `begin` keeps the first's start and the longer timeout, a final one takes its own."""
+    """One drain at a time; a second `begin` keeps the first's start and the longer timeout; a final one has its own."""
 
     def __init__(
         self,
