@@ -46,10 +46,12 @@ def test_the_layer_of_a_program_image_holds_an_executable(layout: Path, manifest
     assert (member.name, member.mode) == ("pause", 0o755)
 
 
-def test_a_hollow_layer_keeps_its_size_takes_no_disk_and_is_left_out(layout: Path, manifest: oci.Descriptor) -> None:
+def test_a_layer_turns_hollow_when_archived_and_is_left_out_from_then_on(
+    layout: Path, manifest: oci.Descriptor
+) -> None:
     path = layer_path(layout, manifest)
     size_bytes = path.stat().st_size
-    oci.hollow(layout, manifest)
+    archived(layout, manifest)
     assert path.stat().st_size == size_bytes
     assert path.stat().st_blocks == 0
     assert f"blobs/sha256/{path.name}" not in archived(layout, manifest)
@@ -57,7 +59,7 @@ def test_a_hollow_layer_keeps_its_size_takes_no_disk_and_is_left_out(layout: Pat
 
 def test_a_hollow_layer_that_containerd_lost_is_forgotten(layout: Path, manifest: oci.Descriptor) -> None:
     path = layer_path(layout, manifest)
-    oci.hollow(layout, manifest)
+    archived(layout, manifest)
     oci.forget_lost(layout, {f"sha256:{path.name}"})
     assert path.exists()
     oci.forget_lost(layout, set())

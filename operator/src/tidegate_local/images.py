@@ -123,7 +123,6 @@ def _import(short: str, record: Mapping[str, str], *, make: Callable[[Path], oci
         oci.forget_lost(layout, present)
         manifest = make(layout)
         upkeep.import_image(lambda output: oci.write_archive(layout, manifest, name, output=output))
-        oci.hollow(layout, manifest)
     (cache.folder("store/records") / f"{short}.json").write_text(json.dumps(record))
 
 

@@ -47,13 +47,11 @@ def is_hollow(path: Path) -> bool:
     return status.st_size > 0 and status.st_blocks == 0
 
 
-def hollow(layout: Path, manifest: Descriptor) -> None:
-    """Free the disk of an imported image's layers, keeping their names and sizes."""
-    for layer in layers(layout, manifest):
-        path = blob_path(layout, layer["digest"])
-        size_bytes = path.stat().st_size
-        os.truncate(path, 0)
-        os.truncate(path, size_bytes)
+def hollow(path: Path) -> None:
+    """Free the disk of a blob, keeping its name and size."""
+    size_bytes = path.stat().st_size
+    os.truncate(path, 0)
+    os.truncate(path, size_bytes)
 
 
 def forget_lost(layout: Path, present: Collection[str]) -> None:
@@ -64,8 +62,12 @@ def forget_lost(layout: Path, present: Collection[str]) -> None:
 
 
 def write_archive(layout: Path, manifest: Descriptor, name: str, *, output: IO[bytes]) -> None:
-    """Stream an OCI archive of one image under its full name, leaving out the layers that are hollow."""
+    """Stream an OCI archive of one image under its full name; layers turn hollow as they go, hollow ones are left out.
+
+    A reader that fails has lost the layers that it was sent: `forget_lost` before the next attempt finds them.
+    """
     config = json.loads(blob_path(layout, manifest["digest"]).read_text())["config"]
+    to_hollow = {layer["digest"] for layer in layers(layout, manifest)}
     blobs = [manifest, config, *layers(layout, manifest)]
     named = {**manifest, "annotations": {"io.containerd.image.name": name}}
     index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [named]}
@@ -76,6 +78,8 @@ def write_archive(layout: Path, manifest: Descriptor, name: str, *, output: IO[b
             path = blob_path(layout, digest)
             if not is_hollow(path):
                 archive.add(path, arcname=str(path.relative_to(layout)))
+                if digest in to_hollow:
+                    hollow(path)
 
 
 def write_program_image(layout: Path, program: Path) -> Descriptor:
