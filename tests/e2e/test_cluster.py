@@ -43,7 +43,7 @@ def web(name: str, *, replicas: int, cpu: str = "300m", gpus: int = 0) -> str:
     labels = {
         "app": name,
         "app.kubernetes.io/managed-by": "tidegate-operator",
-        "app.kubernetes.io/component": "engine",
+        "app.kubernetes.io/name": "tidegate-engine",
     }
     pod = {"securityContext": user, "containers": [container], "terminationGracePeriodSeconds": 1}
     spec = {

@@ -106,7 +106,12 @@ def bring_up(plan: Plan, report: Report = print) -> "Cluster":
     finally:
         for handle in held:
             os.close(handle)
-    cluster = Cluster(_describe(plan, state, inside), life)
+    try:
+        described = _describe(plan, state, inside)
+    except BaseException:
+        inside.end(state)
+        raise
+    cluster = Cluster(described, life)
     try:
         cluster.start_control_plane(report)
         if plan.node:
@@ -193,9 +198,9 @@ class Cluster:
         return sorted(name for name in self.image_store.image_names() if not name.startswith("sha256:"))
 
     @property
-    def image_store(self) -> store.Upkeep:
+    def image_store(self) -> store.Containerd:
         """The node's containerd, for imports."""
-        return store.Upkeep(self._inside)
+        return store.Containerd(self._inside)
 
     @property
     def prometheus_url_in_cluster(self) -> str:

@@ -127,7 +127,7 @@ def _import(short: str, record: Mapping[str, str], *, make: Callable[[Path], oci
 
 
 @contextmanager
-def _open_store(purpose: str) -> Iterator[store.Upkeep]:
+def _open_store(purpose: str) -> Iterator[store.Containerd]:
     """The store by a containerd of our own, or by that of the cluster that uses it: its new pods get the new image."""
     user = cluster.running_node()
     if user is not None:

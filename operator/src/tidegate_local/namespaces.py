@@ -142,7 +142,12 @@ def create(state: Path, *, node: bool, detached: bool, inherited: Sequence[int])
     os.close(reading)
     if detached:
         os.close(writing)
-    pid = _await_pid(state / "init.pid", process, log)
+    try:
+        pid = _await_pid(state / "init.pid", process, log)
+    except NamespaceFailed:
+        for cgroup in cgroups:
+            remove_cgroup(cgroup, time.monotonic() + 5)
+        raise
     return Namespaces(pid, tuple(map(str, cgroups)), node), None if detached else writing
 
 
@@ -201,6 +206,7 @@ def _await_pid(path: Path, process: subprocess.Popen[bytes], log: Path) -> int:
     while not path.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
+            process.wait()
             raise NamespaceFailed(f"The cluster's namespaces could not be prepared:\n{log.read_text()[-2000:]}")
         time.sleep(0.01)
     return int(path.read_text())

@@ -43,7 +43,7 @@ def configuration(state: Path, *, upkeep: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
+class Containerd:
     """A running containerd, reached in the namespaces that it runs in."""
 
     inside: namespaces.Namespaces
@@ -71,9 +71,6 @@ class Upkeep:
     def image_names(self) -> list[str]:
         return self._ctr("images", "ls", "-q").split()
 
-    def remove_image(self, name: str) -> None:
-        self._ctr("images", "rm", "--sync", name)
-
     def clear(self) -> None:
         """Remove the containers of clusters that are gone, with their writable layers."""
         left = self._ctr("containers", "ls", "-q").split()
@@ -93,7 +90,7 @@ def run_ctr(inside: namespaces.Namespaces, arguments: Sequence[str]) -> str:
 
 
 @contextmanager
-def upkeep(lock: int) -> Iterator[Upkeep]:
+def upkeep(lock: int) -> Iterator[Containerd]:
     """Run containerd without CRI on the store, in throw-away namespaces. The caller holds the store's lock."""
     state = folder() / "upkeep"
     shutil.rmtree(state, ignore_errors=True)
@@ -106,7 +103,7 @@ def upkeep(lock: int) -> Iterator[Upkeep]:
             argv = inside.enter(["sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh", *containerd(state)])
             process = subprocess.Popen(argv, stdout=output, stderr=output, env=namespaces.environment())
         _await_ready(inside, process, log)
-        yield Upkeep(inside)
+        yield Containerd(inside)
     finally:
         inside.end(state)
         process.wait()
