@@ -251,7 +251,7 @@ def test_the_status_of_an_object_is_read_and_what_it_lacks_stays_unknown() -> No
         },
     }
     found = sample_of({"status": status}, [], 9.0)
-    assert found.arrivals_per_second == 1.5 and found.mix == {"LongInShortOut": 0.8}
+    assert found.arrivals_per_second == 1.5 and found.mix == {"LongInShortOut": 1.0}
     assert found.ttft_p95_seconds == 0.25 and found.queue_p95_seconds == 0.01 and found.itl_p95_seconds is None
     assert found.settings == Settings(8, 2048, 512) and found.settings_message == "m"
     assert found.decisions == (DecisionFact(5.0, "ScaleUp", "r", "m", 2),)
@@ -265,6 +265,8 @@ def test_news_are_conditions_that_changed() -> None:
 
     assert condition_news({}, resource("False")) == ["Ready=False (R): m"]
     assert condition_news(resource("False"), resource("False")) == []
+    assert condition_news({}, resource("Unknown")) == [] != condition_news(resource("True"), resource("Unknown"))
+    assert condition_news({}, resource("True"), ("Stalled",)) == []
     assert condition_is_true(resource("True"), "Ready") and not condition_is_true(resource("False"), "Ready")
     outdated = {**resource("True"), "metadata": {"generation": 3}}
     assert not condition_is_true(outdated, "Ready")

@@ -31,6 +31,8 @@ CRD = "llmdeployments.tidegate.dev"
 GPUS = 4
 IMAGES = ("operator", "modelled", "torch")
 LOOK_SECONDS = 2.0
+CONDITIONS = ("CapacityAvailable", "ModelReady", "Ready", "Stalled", "BatchingApplied")
+"""Those that tell the way to Ready."""
 READY_TIMEOUT_SECONDS = 240.0
 AFTERMATH_SECONDS = 120.0
 """How long after the load the scale-down may still take."""
@@ -208,7 +210,7 @@ class Demo:
         before: dict[str, object] = {}
         while True:
             now = watcher.resource()
-            for line in recording.condition_news(before, now):
+            for line in recording.condition_news(before, now, CONDITIONS):
                 self.say(f"  {name}: {line}")
             if recording.condition_is_true(now, "Ready"):
                 return
@@ -241,14 +243,13 @@ class Demo:
     def _conclude(self, reached: Access, seen: Recording) -> int:
         findings = verdict.findings(seen)
         for change in verdict.live_changes(seen):
-            self._console.print(change_text(change), markup=False)
+            self._console.print(change_text(change), markup=False, soft_wrap=True)
         for finding in findings:
-            self._console.print(
-                f"{'seen' if finding.seen else 'NOT SEEN':>8}  {finding.promise}: {finding.detail}", markup=False
-            )
+            mark = "seen" if finding.seen else "NOT SEEN"
+            self._console.print(f"{mark:>8}  {finding.promise}: {finding.detail}", markup=False, soft_wrap=True)
         self.say(f"The report with its plots: {self._options.report_path.absolute()}")
         if self._options.keep:
-            self._console.print(keep_text(reached), markup=False)
+            self._console.print(keep_text(reached), markup=False, soft_wrap=True)
         missed = [finding.promise for finding in findings if not finding.seen]
         if missed:
             raise DemoFailed("not seen: " + "; ".join(missed))

@@ -4,7 +4,7 @@ Pure data with the readers that turn Kubernetes JSON into it; no I/O, no clock. 
 `terminal` and `report`. `None` means unknown, never zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -203,17 +203,23 @@ def condition_is_true(resource: Mapping[str, object], kind: str) -> bool:
     return condition.get("status") == "True" and condition.get("observedGeneration", generation) == generation
 
 
-def condition_news(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Sentences on conditions whose status, reason or message changed between two readings of one object."""
+def condition_news(before: Mapping[str, object], now: Mapping[str, object], kinds: Collection[str] = ()) -> list[str]:
+    """Sentences on conditions that changed between two readings of one object; of `kinds` only, when given.
+
+    A condition that starts out Unknown is no news.
+    """
     old = conditions_of(before)
 
     def told(condition: Mapping[str, object]) -> tuple[object, object, object]:
-        return condition.get("status"), condition.get("reason"), condition.get("message")
+        return condition.get("status", "Unknown"), condition.get("reason"), condition.get("message")
 
     return [
-        f"{kind}={condition.get('status')} ({condition.get('reason')}): {condition.get('message')}"
+        f"{kind}={condition.get('status')} ({condition.get('reason')})"
+        + (f": {condition['message']}" if condition.get("message") else "")
         for kind, condition in conditions_of(now).items()
-        if told(condition) != told(old.get(kind, {}))
+        if (not kinds or kind in kinds)
+        and told(condition) != told(old.get(kind, {}))
+        and not (condition.get("status") == "Unknown" and kind not in old)
     ]
 
 
@@ -229,7 +235,7 @@ def sample_of(resource: Mapping[str, object], pods: Sequence[Mapping[str, object
     return Sample(
         at=at,
         arrivals_per_second=number(traffic.get("arrivalRate")),
-        mix={name: share / 100 for name, share in shares.items() if share is not None} or None,
+        mix=_normalised({name: share for name, share in shares.items() if share}),
         ttft_p95_seconds=_seconds(objectives.get("ttftP95Milliseconds")),
         itl_p95_seconds=_seconds(objectives.get("itlP95Milliseconds")),
         queue_p95_seconds=_seconds(objectives.get("queueP95Milliseconds")),
@@ -245,6 +251,12 @@ def sample_of(resource: Mapping[str, object], pods: Sequence[Mapping[str, object
         decisions=tuple(fact for item in _list(scaling.get("decisions")) if (fact := _decision_fact(item))),
         pods=facts,
     )
+
+
+def _normalised(shares: Mapping[str, float]) -> dict[str, float] | None:
+    """Shares that sum to one: those in status are rounded, and follow at their own pace."""
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()} if total > 0 else None
 
 
 def _decision_fact(item: object) -> DecisionFact | None:

@@ -160,6 +160,7 @@ def findings(recording: Recording) -> list[Finding]:
     moves = scalings(recording)
     summary = summarise(list(recording.outcomes))
     because_of_mix = [change for change in changes if change.mix_changed and change.pods_kept]
+    clearest = max(because_of_mix, key=_evidence, default=None)
     up = next((move for move in moves if move.after > move.before and move.ready_at is not None), None)
     down = next(
         (move for move in moves if up and move.at > up.at and move.after < move.before and move.ready_at is not None),
@@ -169,8 +170,8 @@ def findings(recording: Recording) -> list[Finding]:
     return [
         Finding(
             "Batch settings changed on running pods because of the mix, without a restart",
-            bool(because_of_mix),
-            _change_sentence(because_of_mix[0]) if because_of_mix else _why_no_change(changes),
+            clearest is not None,
+            _why_no_change(changes) if clearest is None else _change_sentence(clearest),
         ),
         Finding(
             "Scaled up",
@@ -191,9 +192,22 @@ def findings(recording: Recording) -> list[Finding]:
     ]
 
 
+def _evidence(change: LiveChange) -> int:
+    """Requests that were measured on both sides of it."""
+    return min(change.felt_before.requests, change.felt_after.requests)
+
+
 def _change_sentence(change: LiveChange) -> str:
     pods = ", ".join(pod.name for pod in change.pods_kept)
-    return f"{change.before} → {change.after} while {change.pattern} led the mix; {pods}: same pod, 0 restarts"
+    return (
+        f"{change.before} → {change.after} when {change.pattern} came to lead the mix; {pods}: same pod, 0 restarts; "
+        f"{change.message}; measured by the clients: TTFT p95 {_seconds(change.felt_before.ttft_p95_seconds)} → "
+        f"{_seconds(change.felt_after.ttft_p95_seconds)}"
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f} s"
 
 
 def _why_no_change(changes: Sequence[LiveChange]) -> str:
