@@ -138,7 +138,11 @@ async def bench(running: cluster.Cluster, count: int, *, rest_seconds: float, lo
             print(f"from operator start until all are reconciled: {time.perf_counter() - started:.1f} s (goal: < 60 s)")
             print(f"operator's CPU for that: {cpu_seconds(process.pid):.1f} s; memory: {memory_mib(process.pid)} MiB")
             await until_quiet()
-            print(f"no write any more after {time.perf_counter() - started:.0f} s")
+            total = own_counters()
+            print(
+                f"no write any more after {time.perf_counter() - started:.0f} s: an object took "
+                f"{total['writes'] / count:.1f} writes and {total['passes'] / count:.1f} passes"
+            )
             before, versions, cpu = own_counters(), await listed(client, GROUP), cpu_seconds(process.pid)
             await asyncio.sleep(rest_seconds)
             after, later = own_counters(), await listed(client, GROUP)

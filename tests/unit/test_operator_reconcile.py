@@ -20,7 +20,7 @@ from tidegate_operator.pods import DELETION_COST
 from tidegate_operator.reconcile import Installation, Outcome, Ports, Reconciler, keep_transition_times
 from tidegate_operator.resources import DEPLOYMENTS, LLM_DEPLOYMENTS, PODS, Key, Manifest, Resource
 from tidegate_operator.store import Store
-from tidegate_operator.tokens import KeyRing, new_private_key, rotated
+from tidegate_operator.tokens import KeyRing, new_private_key, rotated, sign
 
 KEY: Key = ("n", "m")
 NOW = 1_800_000_000.0
@@ -119,6 +119,13 @@ class FakeEngines:
 @dataclass(frozen=True)
 class Keys:
     ring: KeyRing = field(default_factory=lambda: rotated(None, new_key=new_private_key(), now=0.0))
+
+    @property
+    def jwks(self) -> dict[str, object]:
+        return self.ring.jwks()
+
+    def token(self, audience: str, now: float) -> str:
+        return sign(self.ring, audience=audience, now=now)
 
 
 class World:

@@ -126,3 +126,18 @@ async def test_a_due_key_is_rotated_and_the_old_one_kept_as_previous() -> None:
 def test_a_ring_that_was_never_read_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="not been read"):
         _ = KeyStore(Secret(), namespace="n", name="s").ring
+
+
+async def test_a_token_is_used_again_for_half_its_life_but_never_across_a_rotation() -> None:
+    store = KeyStore(Secret(), namespace="n", name="s")
+    await store.refresh(1000.0)
+    first = store.token("u", 1000.0)
+    assert store.token("u", 1000.0 + LIFETIME_SECONDS / 2 - 1) == first
+    assert store.token("u", 1000.0 + LIFETIME_SECONDS / 2) != first
+    assert store.token("other", 1000.0) != first
+    assert store.jwks == store.ring.jwks()
+    later = 1000.0 + ROTATE_AFTER_SECONDS
+    await store.refresh(later)
+    kids = [key["kid"] for key in store.jwks["keys"]]  # type: ignore[attr-defined]
+    assert jwt.get_unverified_header(store.token("u", later))["kid"] in kids
+    assert len(kids) == 2

@@ -193,10 +193,11 @@ class Cluster:
         if content_type:
             headers["Content-Type"] = content_type
         try:
-            method, url, sent_headers, sent_body, _ = await self._client.param_serialize(
-                verb, path, query_params=list(query), header_params=headers, body=body, auth_settings=["BearerToken"]
+            # Without the body, which is JSON already: the client would walk and copy all of it.
+            method, url, sent_headers, _, _ = await self._client.param_serialize(
+                verb, path, query_params=list(query), header_params=headers, auth_settings=["BearerToken"]
             )
-            response = await self._client.call_api(method, url, sent_headers, sent_body, _request_timeout=TIMEOUT)
+            response = await self._client.call_api(method, url, sent_headers, body, _request_timeout=TIMEOUT)
             return response.status, response.headers, await response.read()
         except TimeoutError as error:
             self._metrics.api_requests.labels(verb, "timeout").inc()

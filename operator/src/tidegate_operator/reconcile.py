@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tidegate_engine.settings import SettingsFile
 from tidegate_operator import api, demand, policy, render, status
-from tidegate_operator.api import InvalidSpec, Reason, Target
+from tidegate_operator.api import InvalidSpec, Reason, Spec, Target
 from tidegate_operator.cluster import ApiError
 from tidegate_operator.demand import Measured, PodWindow
 from tidegate_operator.events import EventBudget
@@ -43,9 +43,10 @@ from tidegate_operator.resources import (
 )
 from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
-from tidegate_operator.tokens import KeyRing, sign
 
 STALE_RETRY_SECONDS = 0.2
+IDLE_RECHECK_SECONDS = 60.0
+"""Without a ready pod there is nothing to measure: the watches bring what matters."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,9 @@ class KeysPort(Protocol):
     """The operator's admin keys."""
 
     @property
-    def ring(self) -> KeyRing: ...
+    def jwks(self) -> Mapping[str, object]: ...
+
+    def token(self, audience: str, now: float) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,16 @@ class Outcome:
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What the last pass of an object saw and chose, when it had nothing left to do."""
+
+    version: str
+    observation: Observation
+    decision: Decision
+    jwks: Mapping[str, object]
+
+
 class _Stale(Exception):
     """The object changed since the store saw it; the pass is void and starts again from what stands now."""
 
@@ -124,6 +137,8 @@ class Reconciler:
         self._ports, self._store = ports, store
         self._installation, self._metrics = installation, metrics
         self._applied: dict[Key, dict[str, tuple[str, str]]] = {}
+        self._specs: dict[Key, tuple[str, int, Spec]] = {}
+        self._settled: dict[Key, _Settled] = {}
         self._events = EventBudget()
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -131,7 +146,8 @@ class Reconciler:
         seen = self._store.get(LLM_DEPLOYMENTS, key)
         if seen is None or "deletionTimestamp" in seen["metadata"]:
             # The children carry an owner reference: the garbage collector ends them, with or without us.
-            self._applied.pop(key, None)
+            for memory in (self._applied, self._specs, self._settled):
+                memory.pop(key, None)
             self._events.forget(key)
             return Outcome(None)
         try:
@@ -150,16 +166,22 @@ class Reconciler:
         now = self._ports.clock()
         metadata, previous = seen["metadata"], seen["status"]
         try:
-            spec = api.parse_spec(seen["spec"])
+            spec = self._spec_of(key, seen)
         except InvalidSpec as error:
             await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
-        token = sign(self._ports.keys.ring, audience=target.uid, now=now)
-
-        observation = await self._observe(target, token=token, now=now)
+        observation = await self._observe(target, now=now)
         memory = previous.get("autoscaling", {}).get("memory", {})
         decision = policy.decide(spec, observation, memory)
+        recheck_after = decision.recheck_after_seconds
+        if not any(map(can_be_asked, observation.replicas)):
+            recheck_after = max(recheck_after, IDLE_RECHECK_SECONDS)
+
+        # Everything below is a function of these alone: the same again has nothing to do.
+        settled = _Settled(metadata["resourceVersion"], replace(observation, now=0.0), decision, self._ports.keys.jwks)
+        if settled == self._settled.get(key) and self._children_stand(key):
+            return Outcome(recheck_after)
         self._tell(key, observation, decision, previous)
 
         if previous.get("batching", {}).get("generation") != decision.settings_generation:
@@ -169,11 +191,12 @@ class Reconciler:
         problems = await self._apply(target, observation, decision)
         replicas, refusals = await self._ports.fleet.send(
             observation.replicas,
-            token=token,
+            token=self._token(target, observation.replicas, now),
             generation=decision.settings_generation,
             settings=decision.settings,
             now=now,
         )
+        nothing_sent = replicas == observation.replicas and not refusals
         observation = replace(observation, replicas=replicas)
         built = status.build(target, observation, decision, previous, now=now)
         built = _with_refusals(built, refusals)
@@ -182,11 +205,26 @@ class Reconciler:
         built = keep_transition_times(built, previous)
         seen = await self._write_status(seen, built)
         await self._post_events(seen, previous)
-        return Outcome(decision.recheck_after_seconds, failed=bool(problems))
+        if not problems and nothing_sent and seen["metadata"]["resourceVersion"] == settled.version:
+            self._settled[key] = settled
+        return Outcome(recheck_after, failed=bool(problems))
+
+    def _spec_of(self, key: Key, seen: Manifest) -> Spec:
+        """The parsed spec; parsed once a generation."""
+        uid, generation = seen["metadata"]["uid"], seen["metadata"]["generation"]
+        known = self._specs.get(key)
+        if known is None or known[:2] != (uid, generation):
+            known = (uid, generation, api.parse_spec(seen["spec"]))
+            self._specs[key] = known
+        return known[2]
 
     # --- observe ---------------------------------------------------------------------------------------------------
 
-    async def _observe(self, target: Target, *, token: str, now: float) -> Observation:
+    def _token(self, target: Target, replicas: Iterable[Replica], now: float) -> str:
+        """A token for the object's engines; none is made when there is none to ask."""
+        return self._ports.keys.token(target.uid, now) if any(map(can_be_asked, replicas)) else ""
+
+    async def _observe(self, target: Target, *, now: float) -> Observation:
         key = (target.namespace, target.name)
         deployment = self._own_deployment(target)
         pods = [pod for pod in self._store.pods_of(key) if not is_finished(pod)]
@@ -203,6 +241,7 @@ class Reconciler:
             stale_after_seconds=target.spec.metrics.stale_after_seconds,
         )
         replicas = tuple(_with_load(replica, windows.get(replica.name)) for replica in replicas)
+        token = self._token(target, replicas, now)
         replicas = await self._ports.fleet.look(replicas, token=token, now=now)
         info = await self._ports.fleet.info(replicas, token=token, now=now)
         workload_reason, workload_message = workload_complaint(deployment)
@@ -247,7 +286,7 @@ class Reconciler:
         file = SettingsFile(
             decision.settings_generation, decision.settings, target.spec.envelope(), target.spec.patterns()
         )
-        plan = render.Plan(replicas=decision.replicas, settings_file=file, jwks=self._ports.keys.ring.jwks())
+        plan = render.Plan(replicas=decision.replicas, settings_file=file, jwks=self._ports.keys.jwks)
         has_ready = any(map(can_be_asked, observation.replicas))
         problems = []
         for manifest in render.objects(target, plan, self._installation.defaults):
@@ -281,6 +320,18 @@ class Reconciler:
         self._store.put(resource, body)
         applied[kind] = (digest, content_version(body))
         return None
+
+    def _children_stand(self, key: Key) -> bool:
+        """Whether every child is as it was when we applied it."""
+        applied = self._applied.get(key, {})
+        addresses = {
+            kind: (key[0], api.config_map_name(key[1]) if kind == "ConfigMap" else key[1]) for kind in CHILDREN
+        }
+        lives = {kind: self._store.get(CHILDREN[kind], address) for kind, address in addresses.items()}
+        return all(
+            live is not None and kind in applied and applied[kind][1] == content_version(live)
+            for kind, live in lives.items()
+        )
 
     async def _mark_victims(self, target: Target, observation: Observation) -> None:
         """Make the least loaded pods the ones that Kubernetes takes first; must precede the lower replica count."""

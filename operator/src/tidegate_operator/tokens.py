@@ -6,6 +6,7 @@ public keys only, so a token is worth a minute for one object and no Secret lies
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -125,6 +126,8 @@ class KeyStore:
     def __init__(self, secrets: Secrets, *, namespace: str, name: str) -> None:
         self._secrets, self._namespace, self._name = secrets, namespace, name
         self._ring: KeyRing | None = None
+        self._jwks: dict[str, object] = {}
+        self._tokens: dict[str, tuple[float, str]] = {}
 
     @property
     def ring(self) -> KeyRing:
@@ -133,6 +136,19 @@ class KeyStore:
             raise RuntimeError("the admin keys have not been read yet")
         return self._ring
 
+    @property
+    def jwks(self) -> dict[str, object]:
+        """Public keys of the ring; empty before the first `refresh`."""
+        return self._jwks
+
+    def token(self, audience: str, now: float) -> str:
+        """A token that is good for half a minute at least."""
+        signed_at, token = self._tokens.get(audience, (-math.inf, ""))
+        if not 0 <= now - signed_at < LIFETIME_SECONDS / 2:
+            token = sign(self.ring, audience=audience, now=now)
+            self._tokens[audience] = (now, token)
+        return token
+
     async def refresh(self, now: float) -> bool:
         """Read the Secret, make or rotate the key when it is due; True when the ring changed.
 
@@ -140,7 +156,7 @@ class KeyStore:
         """
         secret = await self._secrets.get_secret(self._namespace, self._name)
         ring = read_secret(secret.get("data") or {})
-        if is_due(ring, now):
+        if ring is None or is_due(ring, now):
             ring = rotated(ring, new_key=new_private_key(), now=now)
             await self._secrets.patch_secret(
                 self._namespace,
@@ -149,4 +165,6 @@ class KeyStore:
                 resource_version=secret["metadata"]["resourceVersion"],
             )
         changed, self._ring = ring != self._ring, ring
+        self._jwks = ring.jwks()
+        self._tokens.clear()
         return changed
