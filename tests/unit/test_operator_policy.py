@@ -175,6 +175,12 @@ def test_observe_says_it_and_keeps_the_replicas() -> None:
     assert "would hold" in decision.message
 
 
+def test_observe_holds_the_replicas_of_the_object_while_paused_too() -> None:
+    spec = spec_of(replicas=3, autoscaling={"mode": "Observe", "paused": True})
+    decision = decide(spec, seen(at_capacity(spec_of(), 6.5), ready=2, spec_replicas=3), {})
+    assert (decision.replicas, decision.reason) == (3, "ObservingOnly")
+
+
 def test_the_first_replicas_are_the_fewest_allowed() -> None:
     decision = decide(spec_of(autoscaling={"minReplicas": 2}), Observation(now=NOW, current_replicas=0), {})
     assert (decision.replicas, decision.action, decision.reason) == (2, Action.SCALE_UP, "FirstReplicas")

@@ -83,13 +83,9 @@ class Reason(StrEnum):
     SETTLED = "Settled"
     NO_READY_REPLICA = "NoReadyReplica"
     MINIMUM_AVAILABLE = "MinimumAvailable"
-    REPLICAS_UNAVAILABLE = "ReplicasUnavailable"
-    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     MODEL_LOADED = "ModelLoaded"
     MODEL_LOADING = "ModelLoading"
     MODEL_NOT_FOUND = "ModelNotFound"
-    MODEL_INVALID = "ModelInvalid"
-    SETTINGS_INVALID = "SettingsInvalid"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     OUT_OF_MEMORY = "OutOfMemory"
     ENGINE_FAILED = "EngineFailed"
@@ -100,9 +96,7 @@ class Reason(StrEnum):
     METRICS_FOUND = "MetricsFound"
     METRICS_STALE = "MetricsStale"
     METRICS_MISSING = "MetricsMissing"
-    PROMETHEUS_ERROR = "PrometheusError"
     READY_FOR_NEW_SCALE = "ReadyForNewScale"
-    HOLDING = "Holding"
     VALID_METRIC_FOUND = "ValidMetricFound"
     SCALING_OFF = "ScalingOff"
     SCALING_PAUSED = "ScalingPaused"
@@ -118,7 +112,6 @@ class Reason(StrEnum):
     MISSED = "Missed"
     NO_OBJECTIVES = "NoObjectives"
     NO_TRAFFIC = "NoTraffic"
-    UNKNOWN = "Unknown"
 
 
 class BatchingMode(StrEnum):

@@ -26,6 +26,11 @@ class ReplicaPhase(StrEnum):
     PULL_FAILED = "PullFailed"
 
 
+STARTING_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.PULLING, ReplicaPhase.LOADING)
+WAITING_PHASES = (ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED)
+"""Pods that no node has taken, or may take yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One engine pod. Times are Unix seconds."""

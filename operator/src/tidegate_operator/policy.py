@@ -30,6 +30,8 @@ from tidegate_operator.memory import (
 )
 from tidegate_operator.mix import Mix, estimate_mix, pattern_shares
 from tidegate_operator.observation import (
+    STARTING_PHASES,
+    WAITING_PHASES,
     Action,
     Bottleneck,
     Decision,
@@ -40,8 +42,6 @@ from tidegate_operator.observation import (
 )
 from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, tune
 
-STARTING_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.PULLING, ReplicaPhase.LOADING)
-STUCK_PHASES = (ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED)
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
 UNKNOWN_START_SECONDS = 30
@@ -524,7 +524,7 @@ def _select(
 
 def ask_for_no_more_than_fits(context: Context) -> Context:
     """Pods that no node takes: ask for no more, and after a while withdraw all but one of them."""
-    stuck = [replica for replica in context.observation.replicas if replica.phase in STUCK_PHASES]
+    stuck = [replica for replica in context.observation.replicas if replica.phase in WAITING_PHASES]
     if not stuck:
         return context
     overdue = [replica for replica in stuck if context.now - replica.created_at > WITHDRAW_SECONDS]
@@ -547,7 +547,7 @@ def keep_bounds(context: Context) -> Context:
 
 def only_observe(context: Context) -> Context:
     """Mode Observe: say it, do not do it."""
-    if context.spec.autoscaling.mode != ScalingMode.OBSERVE or context.reason == "ScalingPaused":
+    if context.spec.autoscaling.mode != ScalingMode.OBSERVE:
         return context
     given = context.observation.spec_replicas
     replicas = context.spec.fixed_replicas() if given is None else given

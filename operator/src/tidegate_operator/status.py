@@ -13,12 +13,19 @@ from typing import Any
 from tidegate_engine.settings import BatchSettings, Pattern
 from tidegate_operator import api, api_status
 from tidegate_operator.api import ConditionType, Reason, ScalingMode, Target
-from tidegate_operator.observation import Action, Decision, MetricsState, Observation, Replica, ReplicaPhase
+from tidegate_operator.observation import (
+    STARTING_PHASES,
+    WAITING_PHASES,
+    Action,
+    Decision,
+    MetricsState,
+    Observation,
+    Replica,
+    ReplicaPhase,
+)
 
 StatusDict = dict[str, Any]
 
-STARTING_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.PULLING, ReplicaPhase.LOADING)
-WAITING_PHASES = (ReplicaPhase.UNSCHEDULABLE, ReplicaPhase.GATED)
 RESTARTS_BEFORE_STALLED = 3
 RATE_TOLERANCE = 0.1
 LATENCY_TOLERANCE = 0.2
