@@ -226,7 +226,9 @@ def _crash(pod: Replica) -> Problem:
         return Problem(Reason.MODEL_NOT_FOUND, f"the model could not be copied: {pod.message}", permanent=True)
     if pod.reason in KUBELET_WORDS or not pod.reason:
         return Problem(Reason.ENGINE_FAILED, message, permanent=often)
-    return Problem(pod.reason, message, permanent=True)
+    # Steps that failed, or the last line of a traceback: unlike a flag or a model that is wrong, it may pass.
+    may_pass = pod.reason == Reason.ENGINE_FAILED or pod.reason.endswith(("Error", "Exception"))
+    return Problem(pod.reason, message, permanent=often or not may_pass)
 
 
 def _workload_problem(reason: str, message: str) -> Problem:
