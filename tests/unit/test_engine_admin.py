@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine import admin as admin_module
+from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Change, Conflict, apply_change, expire, initial_state
 from tidegate_engine.engine import Health, Output
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
@@ -132,6 +133,16 @@ async def test_keys_are_read_again_when_the_file_changes(
         assert (await admin.get(BATCHING)).status_code == 401
     swap(admin_keys_file, keys)
     assert (await admin.get(BATCHING)).status_code == 200
+
+
+def test_keys_that_cannot_be_read_are_told_once_not_for_each_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = AdminKeys(tmp_path / "missing.json", UID)
+    for _ in range(3):
+        with pytest.raises(TokenRefused):
+            keys.check("a.b.c")
+    assert len(caplog.records) == 1
 
 
 async def test_without_keys_or_uid_the_admin_api_is_off(

@@ -32,6 +32,7 @@ class AdminKeys:
         self._clock = clock
         self._stamp: tuple[int, int, int] | None = None
         self._keys: dict[str, jwt.PyJWK] = {}
+        self._complaint = ""
 
     def check(self, token: str) -> None:
         """Return when `token` is valid now; raises TokenRefused."""
@@ -60,9 +61,11 @@ class AdminKeys:
             if stamp == self._stamp:
                 return
             self._keys = _read_keys(self._path)
-            self._stamp = stamp
+            self._stamp, self._complaint = stamp, ""
         except (OSError, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
-            logger.warning("admin keys in %s cannot be used, so no token is accepted: %s", self._path, error)
+            if str(error) != self._complaint:  # once, not for each request of whoever may ask
+                logger.warning("admin keys in %s cannot be used, so no token is accepted: %s", self._path, error)
+            self._complaint = str(error)
             self._keys = {}
             self._stamp = None
 
