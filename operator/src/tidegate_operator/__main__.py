@@ -104,8 +104,7 @@ class Operator:
             except ApiError as error:
                 if str(error) != told:
                     told = str(error)
-                    hint = " (is the CustomResourceDefinition installed?)" if error.status == 404 else ""
-                    logger.warning("Waiting for the first list: %s%s", error, hint)
+                    logger.warning("Waiting for the first list: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
         self._resynced_at = time.monotonic()
         keys = self._store.addresses(LLM_DEPLOYMENTS)

@@ -178,7 +178,8 @@ class Cluster:
         answer = _parsed(data)
         if 200 <= status < 300:
             return answer
-        raise ApiError(status, str(answer.get("reason", "")), str(answer.get("message", "")) or f"HTTP {status}")
+        message = str(answer.get("message", "")) or f"HTTP {status} for {verb} {path}"
+        raise ApiError(status, str(answer.get("reason", "")), message)
 
     async def _send(
         self,
@@ -217,5 +218,5 @@ def _parsed(data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
     except ValueError:
-        return {"message": data[:200].decode("utf-8", "replace")}
+        return {}
     return answer if isinstance(answer, dict) else {}

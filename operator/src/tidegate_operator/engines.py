@@ -5,6 +5,7 @@ exception: a pod that cannot be reached is an ordinary finding.
 """
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from tidegate_operator.observation import EngineInfo
 
 TIMEOUT = aiohttp.ClientTimeout(total=5, connect=2)
 CONCURRENCY = 32
+MAX_ANSWER_BYTES = 1 << 20
+"""An engine's image is the user's choice: what it answers is not trusted with our memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,17 @@ class Unreachable:
 
 
 Answer = Applied | Refused | Unreachable
+
+
+async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The whole body; raises ValueError when it is longer than `limit` bytes."""
+    parts, length = [], 0
+    async for part in response.content.iter_any():
+        length += len(part)
+        if length > limit:
+            raise ValueError(f"the answer is longer than {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
 
 
 def admin_url(ip: str, port: int) -> str:
@@ -87,10 +101,11 @@ class EngineClient:
                     json=body,
                     headers={"Authorization": f"Bearer {token}"},
                     timeout=TIMEOUT,
+                    allow_redirects=False,
                 ) as response,
             ):
                 code = str(response.status)
-                return response.status, await response.json(content_type=None)
+                return response.status, json.loads(await read_bounded(response, MAX_ANSWER_BYTES))
         except TimeoutError:
             return 0, "no answer in time"
         except (aiohttp.ClientError, OSError, ValueError) as error:

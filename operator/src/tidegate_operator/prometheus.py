@@ -6,6 +6,7 @@ with a timeout on every call. Called by `reconcile`; knows nothing of the cluste
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +105,9 @@ class PrometheusSource:
         try:
             result: list[dict[str, Any]] = clients[url].custom_query(query)
         except PrometheusApiClientException as error:
-            raise ValueError(str(error)) from error
+            # Without the body: the address is the user's choice, and a status is read by others than its answer is for.
+            code = re.search(r"HTTP Status Code (\d+)", str(error))
+            raise ValueError(f"HTTP {code.group(1)}" if code else "an answer that is not Prometheus'") from error
         return result
 
 

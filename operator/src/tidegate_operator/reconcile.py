@@ -5,6 +5,7 @@ store, writes only differences. Declares the ports that it needs; `__main__` wir
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -157,9 +158,9 @@ class Reconciler:
         except (ApiError, TimeoutError):
             raise
         except Exception as error:
-            logger.error("%s/%s: a pass failed: %r", *key, error)
             problem = Problem(Reason.RECONCILE_FAILED, f"{type(error).__name__}: {error}", permanent=False)
-            await self._report_problem(seen, problem)
+            with contextlib.suppress(ApiError, _Stale):
+                await self._report_problem(seen, problem)
             raise
 
     async def _pass(self, key: Key, seen: Manifest) -> Outcome:
@@ -201,6 +202,7 @@ class Reconciler:
         built = status.build(target, observation, decision, previous, now=now)
         built = _with_refusals(built, refusals)
         if problems:
+            self._warn(key, problems, previous)
             built = status.build_problem(_as_one(problems), built, generation=target.generation, now=now)
         built = keep_transition_times(built, previous)
         seen = await self._write_status(seen, built)
@@ -294,7 +296,6 @@ class Reconciler:
                 problem = await self._apply_child(target, manifest)
             except ApiError as error:
                 name = f"{manifest['kind']} {manifest['metadata']['name']}"
-                logger.warning("%s/%s: %s was refused: %s", target.namespace, target.name, name, error)
                 reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in error.message else Reason.RECONCILE_FAILED
                 problem = Problem(reason, f"{name}: {error}", permanent=error.is_invalid and not has_ready)
             if problem is not None:
@@ -357,6 +358,13 @@ class Reconciler:
             return
         self._metrics.decisions.labels(str(decision.action), decision.reason).inc()
         logger.info("%s/%s: %s %s: %s", *key, decision.action, decision.reason, decision.message)
+
+    def _warn(self, key: Key, problems: Sequence[Problem], previous: Mapping[str, Any]) -> None:
+        """Log problems that the status does not tell yet: they are tried again often."""
+        told = {condition["message"] for condition in previous.get("conditions") or ()}
+        for problem in problems:
+            if problem.message not in told:
+                logger.warning("%s/%s: %s: %s", *key, problem.reason, problem.message)
 
     async def _report_problem(self, seen: Manifest, problem: Problem) -> None:
         built = status.build_problem(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from tidegate_operator.demand import WINDOW_SECONDS, Measured, PodSample, parse_exposition, window_of
+from tidegate_operator.engines import admin_url, read_bounded
 
 TIMEOUT = aiohttp.ClientTimeout(total=4, connect=2)
 CONCURRENCY = 16
@@ -96,18 +97,15 @@ class Scraper:
                 task.cancel()
 
     async def _scrape(self, target: _Target) -> None:
-        host = f"[{target.ip}]" if ":" in target.ip else target.ip
+        address = admin_url(target.ip, self._port)
         try:
             async with (
                 self._slots,
-                self._session.get(f"http://{host}:{self._port}/metrics", timeout=TIMEOUT) as response,
+                self._session.get(f"{address}/metrics", timeout=TIMEOUT, allow_redirects=False) as response,
             ):
-                response.raise_for_status()
-                page = await response.content.read(MAX_PAGE_BYTES)
-                while chunk := await response.content.read(MAX_PAGE_BYTES):
-                    page += chunk
-                    if len(page) > MAX_PAGE_BYTES:
-                        raise ValueError("the metrics page is too large")
+                if response.status != 200:
+                    raise ValueError(f"HTTP {response.status}")
+                page = await read_bounded(response, MAX_PAGE_BYTES)
                 sample = parse_exposition(page.decode("utf-8", "replace"), time.time())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             logger.debug("Scrape of %s failed: %s", target.name, error)
