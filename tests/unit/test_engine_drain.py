@@ -13,9 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
+import pytest
 
+from tidegate_engine import serve
 from tidegate_engine.drain import Drain, DrainPhase
 from tidegate_engine.serve import Process
+from tidegate_engine.server import Guard
 from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
@@ -95,6 +98,16 @@ async def start_streams(client: httpx.AsyncClient, count: int, *, tokens: int) -
 async def until_phase(admin: httpx.AsyncClient, *phases: str) -> None:
     async with asyncio.timeout(20):
         while (await admin.get(DRAIN)).json()["phase"] not in phases:  # noqa: ASYNC110  # it is another's state
+            await asyncio.sleep(0.02)
+
+
+async def until_gone(admin: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await admin.get("/readyz")
+            except httpx.TransportError:
+                return
             await asyncio.sleep(0.02)
 
 
@@ -192,6 +205,22 @@ async def test_a_drain_by_a_signal_is_not_cancelled_and_cuts_no_stream(
         assert (await admin.delete(DRAIN)).json()["phase"] == "refusing"
         for events in await asyncio.gather(*streams):
             assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_process_whose_api_listener_is_gone_ends_and_does_not_look_ready(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, original = asyncio.Event(), serve._Listener.main_loop
+
+    async def main_loop(listener: serve._Listener) -> None:
+        await (ended.wait() if isinstance(listener.config.app, Guard) else original(listener))
+
+    monkeypatch.setattr(serve._Listener, "main_loop", main_loop)
+    engine = await start_engine()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.admin_port}", timeout=30) as admin:
+        assert (await admin.get("/readyz")).status_code == 200
+        ended.set()
+        await until_gone(admin)
 
 
 async def test_a_timeout_below_the_removal_of_the_endpoints_still_serves_who_cannot_know_yet(

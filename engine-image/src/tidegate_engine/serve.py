@@ -231,17 +231,19 @@ class Process:
             self.admin_port,
         )
         try:
-            return await self._until_left(engine, drain)
+            return await self._until_left(engine, drain, api_task)
         finally:
             api.should_exit = self._admin.should_exit = True
             await api_task
             engine.stop()
 
-    async def _until_left(self, engine: Engine, drain: Drain) -> int:
+    async def _until_left(self, engine: Engine, drain: Drain, api_task: asyncio.Task[None]) -> int:
         leave = asyncio.create_task(self.leave.wait())
         failed = asyncio.create_task(engine.failed.wait())
         try:
-            await asyncio.wait((leave, failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((leave, failed, api_task), return_when=asyncio.FIRST_COMPLETED)
+            if api_task.done():
+                raise ServeError("ListenerFailed", "the API listener ended by itself", exit_code=EXIT_ENGINE_FAILED)
             if not failed.done():
                 logger.info("leaving: %d requests to end", engine.unfinished)
                 options = self._options
