@@ -20,7 +20,7 @@ from tidegate_local.cluster import Cluster, CommandFailed
 NAMESPACE = "tidegate"
 RELEASE = "tidegate"
 OPERATOR_LABEL = "app.kubernetes.io/name=tidegate-operator"
-GPUS = 30
+GPUS = 38
 REPOSITORY = Path(__file__).parents[2]
 POLL_SECONDS = 0.25
 STEP = {
@@ -225,7 +225,7 @@ class Sending:
 
 
 def modelled(name: str, **spec: object) -> Manifest:
-    """An object of the modelled engine with the small test profile; `spec` replaces top-level fields, None removes one."""
+    """An object of the modelled engine with the test profile; `spec` replaces top-level fields, None removes one."""
     fields: dict[str, object] = {
         "model": {"uri": "file:///models/modelled"},
         "engine": {

@@ -30,7 +30,7 @@ def broken(fleet: Any, objects: Any) -> Iterator[None]:
                 "volumeMounts": [{"name": "truncated", "mountPath": "/truncated", "readOnly": True}],
             },
         ),
-        objects.modelled("cramped", replicas=2, resources={"gpu": {"count": 8}, "requests": {"cpu": "20m"}}),
+        objects.modelled("cramped", replicas=2, resources={"gpu": {"count": 10}, "requests": {"cpu": "20m"}}),
     )
     yield
     fleet.kubectl("delete", "lld", "absent-model", "truncated-model", "cramped", "--wait=false")
@@ -72,7 +72,7 @@ def test_a_crash_loop_never_stands_without_its_reason(fleet: Any) -> None:
 
 
 def test_pods_that_no_node_has_room_for_are_said_and_the_rest_goes_on(fleet: Any) -> None:
-    """Thirty GPUs hold three replicas of eight; the fourth waits, and the three serve and take new settings."""
+    """Thirty-eight GPUs hold three replicas of ten; the fourth waits, and the three serve and take new settings."""
     fleet.until("two pods are ready", lambda: len(fleet.ready_pods("cramped")) == 2, name="cramped")
     fleet.patch("cramped", {"replicas": 4})
     condition = fleet.wait_condition("cramped", "CapacityAvailable", "False")
