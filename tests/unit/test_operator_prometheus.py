@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -44,7 +45,18 @@ def test_an_empty_answer_is_no_window() -> None:
 def test_the_query_asks_for_every_term_of_this_objects_pods_only() -> None:
     query = query_of(namespace="team", name="m")
     assert all(f'"{term.name}"' in query and term.metric in query for term in TERMS)
-    assert query.count('namespace="team",pod=~"m-[a-z0-9]+-[a-z0-9]+"') == len(TERMS) + 2
+    assert query.count('namespace="team",pod=~"m-[a-z0-9]+(-[a-z0-9]+)?"') == len(TERMS) + 2
+
+
+@pytest.mark.parametrize("pod", ["m-6dd4c8f9b7-x2x4z", "m-6dd4c8f9b7x2x4z"])
+def test_the_query_finds_the_pods_of_a_name_that_kubernetes_cut(pod: str) -> None:
+    pattern = query_of(namespace="team", name="m").partition('pod=~"')[2].partition('"')[0]
+    assert re.fullmatch(pattern, pod)
+
+
+def test_an_answer_that_is_not_prometheus_is_told_not_raised() -> None:
+    with pytest.raises((LookupError, TypeError, ValueError, ArithmeticError)):
+        windows_from([{"metric": {"pod": "a", "tidegate_term": "scrapes"}, "value": [0, "Inf"]}], now=1.0)
 
 
 def free_port() -> int:

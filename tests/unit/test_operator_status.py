@@ -204,11 +204,14 @@ def test_missing_metrics_are_told(state: MetricsState, message: str, expected: t
 
 
 def test_the_time_of_the_last_sample_is_written_only_once_samples_stop() -> None:
-    assert "lastSampleTime" not in build(seen(pod(), demand=demand()))["metrics"]
-    stale = build(seen(pod(), demand=demand(), metrics_state=MetricsState.STALE))
-    assert stale["metrics"]["lastSampleTime"] == "2027-01-15T08:00:00Z"
+    fresh = build(seen(pod(), demand=demand()))
+    assert "lastSampleTime" not in fresh["metrics"]
+    stale = build(seen(pod(), metrics_state=MetricsState.STALE), previous=fresh)
+    assert stale["metrics"]["lastSampleTime"] == "2027-01-15T07:59:00Z"
     gone = build(seen(pod(), metrics_state=MetricsState.ABSENT), previous=stale)
-    assert gone["metrics"]["lastSampleTime"] == "2027-01-15T08:00:00Z"
+    assert gone["metrics"]["lastSampleTime"] == "2027-01-15T07:59:00Z"
+    never = build(seen(pod(), metrics_state=MetricsState.ABSENT))
+    assert "lastSampleTime" not in never["metrics"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class AutoscalingStatus(Part):
 class MetricsStatus(Part):
     state: MetricsState = Field(description="Whether measurements are at hand.")
     last_sample_time: Time | None = Field(
-        default=None, description="Time of the last sample, written once they stop coming."
+        default=None, description="About the time of the last sample, written once they stop coming."
     )
 
 

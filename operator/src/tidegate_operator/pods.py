@@ -166,14 +166,17 @@ def workload_complaint(deployment: Manifest | None) -> tuple[str, str]:
     return "", ""
 
 
-def start_seconds(replicas: Iterable[Replica]) -> float | None:
-    """Slowest time from creation to Ready among pods that never restarted; None before one was ready."""
+def start_seconds(replicas: Iterable[Replica], *, longest_seconds: float) -> float | None:
+    """Slowest time from creation to Ready among pods that never restarted; None before one was ready.
+
+    A pod whose readiness came back later tells nothing of its start: its time is above `longest_seconds`, and left out.
+    """
     times = [
         replica.ready_at - replica.created_at
         for replica in replicas
         if replica.ready_at is not None and replica.restarts == 0
     ]
-    return max(times, default=None)
+    return max((seconds for seconds in times if seconds <= longest_seconds), default=None)
 
 
 _NOT_SERVING_COST = -1

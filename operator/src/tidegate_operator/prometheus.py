@@ -27,7 +27,8 @@ def query_of(*, namespace: str, name: str) -> str:
 
     The pods are those of Deployment `name`, by the form of their names; the caller drops those that do not live.
     """
-    matchers = f'namespace="{namespace}",pod=~"{name}-[a-z0-9]+-[a-z0-9]+"'
+    # Of a long name Kubernetes cuts the last dash, and more: the second half may be missing.
+    matchers = f'namespace="{namespace}",pod=~"{name}-[a-z0-9]+(-[a-z0-9]+)?"'
     window = f"[{WINDOW_SECONDS:.0f}s]"
 
     def labelled(term: str, expression: str) -> str:
@@ -84,11 +85,11 @@ class PrometheusSource:
         try:
             async with asyncio.timeout(LONGEST_WAIT_SECONDS):
                 result = await loop.run_in_executor(self._threads, self._query, url, query)
+            return Measured(windows_from(result, now))
         except TimeoutError:
             return Measured(error=f"PrometheusError: {url} did not answer in time")
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             return Measured(error=f"PrometheusError: {url}: {_sentence(error)}")
-        return Measured(windows_from(result, now))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -46,6 +46,8 @@ from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
 STALE_RETRY_SECONDS = 0.2
+SCHEDULING_SECONDS = 600.0
+"""Beyond the start-up probe's patience: the longest that a node and an image may be waited for."""
 IDLE_RECHECK_SECONDS = 60.0
 """Without a ready pod there is nothing to measure: the watches bring what matters."""
 
@@ -174,7 +176,8 @@ class Reconciler:
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
         observation = await self._observe(target, now=now)
         memory = previous.get("autoscaling", {}).get("memory", {})
-        decision = policy.decide(spec, observation, memory)
+        # In a thread: a search of settings takes long enough to starve probes and other objects of the loop.
+        decision = await asyncio.to_thread(policy.decide, spec, observation, memory)
         recheck_after = decision.recheck_after_seconds
         if not any(map(can_be_asked, observation.replicas)):
             recheck_after = max(recheck_after, IDLE_RECHECK_SECONDS)
@@ -255,7 +258,9 @@ class Reconciler:
             metrics_state=metrics_state,
             metrics_message=metrics_message,
             engine=_with_step_model(info, measured.windows),
-            start_seconds=start_seconds(replicas),
+            start_seconds=start_seconds(
+                replicas, longest_seconds=target.spec.probes.startup_timeout_seconds + SCHEDULING_SECONDS
+            ),
             rollout_in_progress=rollout_in_progress(deployment),
             spec_replicas=target.spec.replicas,
             workload_reason=workload_reason,

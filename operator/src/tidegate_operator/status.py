@@ -602,13 +602,13 @@ def _decisions(status: Mapping[str, Any]) -> list[StatusDict]:
 
 
 def _metrics(view: View) -> api_status.MetricsStatus:
-    state, demand = view.observation.metrics_state, view.observation.demand
-    before = view.previous.get("metrics") or {}
+    state, before = view.observation.metrics_state, view.previous.get("metrics") or {}
     if state is MetricsState.FRESH:
         return api_status.MetricsStatus(state=state)
     last = before.get("lastSampleTime")
-    if last is None and demand is not None:
-        last = _timestamp(demand.sampled_at)
+    if before.get("state") == MetricsState.FRESH:
+        # Fresh until this pass: what is fresh is at most so old.
+        last = _timestamp(view.observation.now - view.target.spec.metrics.stale_after_seconds)
     return api_status.MetricsStatus(state=state, last_sample_time=last)
 
 
