@@ -28,7 +28,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template cannot be read: {error}") from error
+            raise ChatTemplateError(f"its chat template cannot be read: {error}") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:

@@ -53,7 +53,7 @@ class ModelTokenizer:
         self._bos_id = bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", False) else None
         self.vocab_size = len(tokens)
         self.eos_token_ids = eos_token_ids(metadata)
-        self._template = _template(metadata, tokens)
+        self._template = _template(file, tokens)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; with a leading BOS when the model wants one and `add_special` is true."""
@@ -112,7 +112,8 @@ def _pre_tokenizers() -> dict[str, PreTokenizer]:
     return {"gpt-2": gpt2, "smollm": single_digits, "qwen2": qwen2}
 
 
-def _template(metadata: Mapping[str, object], tokens: list[str]) -> ChatTemplate | None:
+def _template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
+    metadata = file.metadata
     source = metadata.get("tokenizer.chat_template")
     if not isinstance(source, str):
         return None
@@ -121,7 +122,10 @@ def _template(metadata: Mapping[str, object], tokens: list[str]) -> ChatTemplate
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(index, int) and index < len(tokens):
             special[f"{name}_token"] = tokens[index]
-    return ChatTemplate(source, special_tokens=special)
+    try:
+        return ChatTemplate(source, special_tokens=special)
+    except ChatTemplateError as error:
+        raise file.invalid(f"is damaged: {error}") from error
 
 
 def _texts(file: GgufFile, name: str) -> list[str]:

@@ -16,6 +16,9 @@ from torch import Tensor
 from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
 
+MAX_CONTEXT_TOKENS = 1 << 20
+"""Tables are made for the whole context; a damaged file may claim any."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -64,7 +67,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[st
     parameters: dict[str, Tensor] = {}
     with map_file(path) as data:
         for file_name, name in names.items():
-            values = _dequantise(file, file.tensors[file_name], data)
+            values = _read_tensor(file, file.tensors[file_name], data)
             if permuted_qk and name.endswith((".q", ".k")):
                 values = unpermute(values, heads=config.heads if name.endswith(".q") else config.kv_heads)
             parameters[name] = values.to(dtype)
@@ -92,15 +95,18 @@ def read_config(file: GgufFile) -> DecoderConfig:
     embedding = file.tensors.get(_NAMES["embedding"])
     if embedding is None:
         raise file.invalid(f"lacks the tensor {_NAMES['embedding']}")
+    layers = metadata.whole("block_count")
+    if layers > len(file.tensors):
+        raise file.invalid(f"is damaged: it claims {layers} layers and has {len(file.tensors)} tensors")
     return DecoderConfig(
-        layers=metadata.whole("block_count"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
         inner=metadata.whole("feed_forward_length"),
         vocab_size=embedding.shape[0],
-        context_tokens=metadata.whole("context_length"),
+        context_tokens=min(metadata.whole("context_length"), MAX_CONTEXT_TOKENS),
         norm_eps=metadata.real("attention.layer_norm_rms_epsilon"),
         rope_base=metadata.real("rope.freq_base", default=10_000.0),
         tied_head=_NAMES["head"] not in file.tensors,
@@ -143,17 +149,16 @@ def _file_name(name: str) -> str:
     return f"blk.{index}.{_LAYER_NAMES[part]}"
 
 
-def _dequantise(file: GgufFile, entry: TensorEntry, data: mmap.mmap) -> Tensor:
-    """The tensor's values in fp32."""
-    stored = np.frombuffer(data, dtype=np.uint8, count=entry.size_bytes, offset=entry.start)
-    rows = stored.reshape(*entry.shape[:-1], -1)
+def _read_tensor(file: GgufFile, entry: TensorEntry, data: mmap.mmap) -> Tensor:
+    stored = np.frombuffer(data[entry.start : entry.start + entry.size_bytes], dtype=np.uint8)
     try:
-        values = torch.from_numpy(np.array(quants.dequantize(rows, entry.type), dtype=np.float32))
+        values = quants.dequantize(stored.reshape(*entry.shape[:-1], -1), entry.type)
     except NotImplementedError:
         raise file.invalid(f"has {entry.name} in the type {entry.type.name}, which cannot be read") from None
-    if not bool(torch.isfinite(values.sum())):
+    tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+    if not bool(torch.isfinite(tensor.sum())):
         raise file.invalid(f"is damaged: {entry.name} holds values that are not finite")
-    return values.view(entry.shape)
+    return tensor
 
 
 def _and_others(names: list[str]) -> str:

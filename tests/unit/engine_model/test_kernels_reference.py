@@ -1,0 +1,132 @@
+"""The CPU operations against formulas written out one row at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate_kernels import reference
+from tidegate_kernels.reference import Cache, ragged_batch
+
+HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
+BLOCKS = 40
+
+
+def new_cache(*, fill: float = 0.0, dtype: torch.dtype = torch.float32, scaled: bool = False) -> Cache:
+    shape = (BLOCKS, KV_HEADS, BLOCK, SIZE)
+    keys, values = (torch.full(shape, fill).to(dtype) for _ in range(2))
+    if not scaled:
+        return Cache(keys, values)
+    return Cache(keys, values, torch.zeros(shape[:3]), torch.zeros(shape[:3]))
+
+
+def attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """One row `[H, D]` over all of `[S, K, D]`, head by head."""
+    rows = []
+    for head in range(HEADS):
+        own = head // (HEADS // KV_HEADS)
+        weights = torch.softmax(keys[:, own] @ query[head] * scale, dim=0)
+        rows.append(weights @ values[:, own])
+    return torch.cat(rows)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """(new tokens, tokens before) of each sequence; decodes and chunks in any order."""
+    return draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 15)), min_size=1, max_size=6))
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.randoms(use_true_random=False))
+def test_paged_attention_equals_attention_over_each_sequence_alone(step: list[tuple[int, int]], random: object) -> None:
+    generator = torch.Generator().manual_seed(len(step))
+    cache = new_cache()
+    blocks = torch.randperm(BLOCKS, generator=generator).tolist()
+    histories, tables, queries, new_keys, new_values = [], [], [], [], []
+    for new, before in step:
+        total = new + before
+        table = [blocks.pop() for _ in range(-(-total // BLOCK))]
+        keys, values = (torch.randn(total, KV_HEADS, SIZE, generator=generator) for _ in range(2))
+        for position in range(before):
+            cache.keys[table[position // BLOCK], :, position % BLOCK] = keys[position]
+            cache.values[table[position // BLOCK], :, position % BLOCK] = values[position]
+        histories.append((keys, values))
+        tables.append(table)
+        queries.append(torch.randn(new, HEADS, SIZE, generator=generator))
+        new_keys.append(keys[before:])
+        new_values.append(values[before:])
+    batch = ragged_batch([new for new, _ in step], [new + before for new, before in step], tables, cache=cache)
+    reference.store_kv(torch.cat(new_keys), torch.cat(new_values), cache, batch.slots)
+    output = reference.paged_attention(torch.cat(queries), cache, batch, scale=0.3)
+    expected = [
+        attend_row(query[row], keys[: before + row + 1], values[: before + row + 1], 0.3)
+        for (new, before), query, (keys, values) in zip(step, queries, histories, strict=True)
+        for row in range(new)
+    ]
+    torch.testing.assert_close(output, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_a_slot_of_minus_one_is_stored_nowhere() -> None:
+    cache = new_cache()
+    key = torch.ones(3, KV_HEADS, SIZE)
+    reference.store_kv(key, key, cache, torch.tensor([-1, 5, -1]))
+    assert cache.keys[1, :, 1].eq(1).all()
+    assert cache.keys.sum() == KV_HEADS * SIZE
+    assert cache.values.sum() == KV_HEADS * SIZE
+
+
+def test_sequences_of_like_length_are_attended_in_one_call_and_unlike_ones_apart() -> None:
+    tables = [list(range(first, first + 10)) for first in (0, 10, 20)]
+    together = ragged_batch([1, 1, 1], [20, 30, 40], tables, cache=new_cache())
+    apart = ragged_batch([1, 1, 1], [4, 30, 40], tables, cache=new_cache())
+    assert [group.sequences for group in together.groups] == [3]
+    assert [group.sequences for group in apart.groups] == [1, 2]
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 3e3])
+def test_fp8_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_any_magnitude(magnitude: float) -> None:
+    cache = new_cache(dtype=torch.float8_e4m3fn, scaled=True)
+    generator = torch.Generator().manual_seed(1)
+    key, value = (torch.randn(9, KV_HEADS, SIZE, generator=generator) * magnitude for _ in range(2))
+    batch = ragged_batch([9], [9], [[3, 1, 2]], cache=cache)
+    reference.store_kv(key, value, cache, batch.slots)
+    query = torch.randn(9, HEADS, SIZE, generator=generator) / magnitude
+    output = reference.paged_attention(query, cache, batch, scale=0.3)
+    exact = torch.stack([attend_row(query[row], key[: row + 1], value[: row + 1], 0.3) for row in range(9)])
+    assert (output - exact).norm() / exact.norm() < 0.06
+
+
+def test_packed_weights_give_the_same_product_for_any_number_of_rows() -> None:
+    weight, bias = torch.randn(48, 32), torch.randn(48)
+    packed = reference.pack_weight(weight)
+    for rows in (1, 2, 7, 64, 200):
+        x = torch.randn(rows, 32)
+        torch.testing.assert_close(reference.linear(x, packed, bias), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
+
+
+def test_rms_norm_divides_by_the_root_of_the_mean_square_after_adding_the_residual() -> None:
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    total = x + residual
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(reference.add_rms_norm(x, residual, weight, eps=1e-5), expected)
+    torch.testing.assert_close(residual, total)
+
+
+def test_rope_turns_each_pair_of_a_head_by_its_position_times_its_frequency() -> None:
+    positions = torch.tensor([0, 1, 77])
+    x = torch.randn(3, 2, SIZE)
+    turned = reference.rope(x, *reference.rope_tables(positions, size=SIZE, base=10_000.0))
+    half = SIZE // 2
+    for row, position in enumerate(positions.tolist()):
+        for pair in range(half):
+            angle = position * 10_000.0 ** (-2 * pair / SIZE)
+            a, b = x[row, :, pair], x[row, :, pair + half]
+            torch.testing.assert_close(turned[row, :, pair], a * math.cos(angle) - b * math.sin(angle))
+            torch.testing.assert_close(turned[row, :, pair + half], b * math.cos(angle) + a * math.sin(angle))
+
+
+def test_silu_mul_gates_the_second_half_by_the_first() -> None:
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    torch.testing.assert_close(reference.silu_mul(torch.cat((gate, up), dim=1)), gate / (1 + (-gate).exp()) * up)

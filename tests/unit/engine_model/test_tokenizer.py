@@ -1,0 +1,198 @@
+"""The tokenizer from a GGUF file against transformers' byte-level BPE with the same vocabulary, and chat templates.
+
+transformers' own GGUF conversion ignores the file's pre-tokeniser, so the oracle is its GPT-2 tokenizer, given the text
+in pieces as the `smollm` rule cuts it: every numeric character by itself.
+"""
+
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tidegate_engine.chat import ChatTemplate, ChatTemplateError
+from tidegate_engine.tokenizer import ModelTokenizer, load_tokenizer
+from tidegate_engine.weights import ModelError
+
+WriteModel = Callable[..., Path]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <b>there</b> & you"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Count to 123."},
+]
+PIECES = st.sampled_from(
+    [
+        "the ",
+        " in",
+        "12",
+        "3 4",
+        "  ",
+        "\n\n",
+        "\t",
+        "é",
+        "日本",
+        "😀",
+        "👩‍👧",
+        "²",
+        "½",
+        "'s",
+        "don't",
+        "I'LL",
+        "...",
+        "\u00a0",
+    ]
+)
+TEXTS = st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map("".join))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(real_model: Path) -> ModelTokenizer:
+    return load_tokenizer(real_model)
+
+
+@pytest.fixture(scope="module")
+def known_bytes(tokenizer: ModelTokenizer) -> set[int]:
+    """Bytes that have a token: this vocabulary lacks a few that text hardly has."""
+    pieces = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    return {piece[0] for piece in pieces if len(piece) == 1}
+
+
+@pytest.fixture(scope="module")
+def oracle(real_model: Path) -> Any:
+    from transformers import GPT2Tokenizer
+
+    fields = gguf.GGUFReader(real_model).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    types = fields["tokenizer.ggml.token_type"].contents()
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
+    made = GPT2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=merges,
+        unk_token="<|endoftext|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=special,
+    )
+    made.chat_template = fields["tokenizer.chat_template"].contents()
+    return made
+
+
+def encode_by_oracle(oracle: Any, text: str) -> list[int]:
+    ids: list[int] = []
+    piece = ""
+    for character in text:
+        if unicodedata.category(character).startswith("N"):
+            ids += oracle.encode(piece, add_special_tokens=False) if piece else []
+            ids += oracle.encode(character, add_special_tokens=False)
+            piece = ""
+        else:
+            piece += character
+    return ids + (oracle.encode(piece, add_special_tokens=False) if piece else [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+def test_texts_are_cut_as_by_transformers(tokenizer: ModelTokenizer, oracle: Any, text: str) -> None:
+    assert tokenizer.encode(text) == encode_by_oracle(oracle, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+def test_the_tokens_bytes_make_up_the_text(tokenizer: ModelTokenizer, known_bytes: set[int], text: str) -> None:
+    assume(known_bytes.issuperset(text.encode()))
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_read_by_name_and_add_no_text(tokenizer: ModelTokenizer) -> None:
+    ids = tokenizer.encode("<|im_start|>user<|im_end|>")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids) == "user"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|>"
+    assert tokenizer.token_bytes(2) == b""
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.vocab_size == 49152
+
+
+def test_chats_are_rendered_and_cut_as_by_transformers(tokenizer: ModelTokenizer, oracle: Any) -> None:
+    for messages in (MESSAGES, MESSAGES[1:]):
+        expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.render_chat(messages) == expected
+        assert tokenizer.chat(messages) == tokenizer.encode(expected, add_special=False)
+        whole = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        assert tokenizer.render_chat(messages, add_generation_prompt=False) == whole
+
+
+def test_bos_is_added_to_plain_texts_when_the_model_wants_it_and_never_to_chats(write_tiny_model: WriteModel) -> None:
+    tokenizer = load_tokenizer(write_tiny_model(metadata={"tokenizer.ggml.add_bos_token": 1}))
+    plain = tokenizer.encode("the", add_special=False)
+    assert tokenizer.encode("the") == [1, *plain]
+    assert tokenizer.chat([{"role": "user", "content": "the"}]).count(1) == 2  # both are the template's
+
+
+def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
+    tokenizer = load_tokenizer(write_tiny_model())
+    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("in the")] == [b"in", b" the"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"tokenizer.ggml.pre": "tekken"}, "has the pre-tokeniser tekken; supported are gpt-2, smollm, qwen2"),
+        ({"tokenizer.ggml.model": "llama"}, "has a tokenizer of the kind llama; supported is gpt2"),
+        ({"tokenizer.ggml.tokens": None}, "has no tokenizer: tokenizer.ggml.tokens is missing"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "is damaged: it has 263 tokens and 2 token types"),
+        ({"tokenizer.ggml.merges": ["q zzz"]}, "is damaged: its merges do not fit its vocabulary"),
+        ({"tokenizer.ggml.merges": ["th"]}, "is damaged: the merge 'th' has one part"),
+    ],
+)
+def test_a_tokenizer_that_would_cut_wrongly_is_refused(
+    write_tiny_model: WriteModel, metadata: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(write_tiny_model(metadata=metadata))
+    assert expected in str(caught.value)
+
+
+def render(source: str, messages: list[dict[str, str]] | None = None) -> str:
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>"}).render(messages or MESSAGES)
+
+
+def test_templates_may_refuse_messages_in_their_own_words() -> None:
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_templates_have_the_tokens_the_loop_controls_and_plain_json() -> None:
+    assert render("{{ bos_token }}{% for m in messages %}{% break %}{% endfor %}") == "<s>"
+    assert render("{{ messages[1].content | tojson }}") == '"Hi <b>there</b> & you"'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for x in range(999999999) %}{% endfor %}",
+        "{{ messages[99].content.x }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_oversteps_fails_as_one_request(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render(source)
+
+
+def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(write_tiny_model: WriteModel) -> None:
+    with pytest.raises(ModelError, match=r"ModelInvalid: .*its chat template cannot be read"):
+        load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": "{% if %}"}))
+    bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
+    with pytest.raises(ChatTemplateError, match="the model has no chat template"):
+        bare.chat(MESSAGES)

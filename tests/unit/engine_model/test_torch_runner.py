@@ -1,0 +1,187 @@
+"""However a request is cut, batched, cached or interrupted, it gets the tokens that it gets alone."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidegate_engine.blocks import BlockPool
+from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
+from tidegate_engine.scheduler import Scheduler
+from tidegate_engine.settings import BatchSettings
+from tidegate_engine.torch_runner import TorchOptions, TorchRunner
+from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
+from tidegate_engine.weights import ModelError
+from tidegate_engine.weights_gguf import load_gguf
+from tidegate_kernels.reference import ragged_batch
+
+BLOCK = 4
+OUTPUT = 12
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model: Path) -> TorchRunner:
+    return TorchRunner(tiny_model, options=TorchOptions(kv_blocks=200, block_tokens=BLOCK, threads=1))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate((1, 4, 5, 17, 30, 44))]
+
+
+def new_scheduler(*, budget: int = 512, chunk: int = 512, blocks: int = 200, caching: bool = False) -> Scheduler:
+    pool = BlockPool(blocks, BLOCK, prefix_caching=caching)
+    return Scheduler(BatchSettings(16, budget, chunk), pool, max_model_len=256)
+
+
+def serve(
+    runner: TorchRunner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    scheduler: Scheduler | None = None,
+    params: SamplingParams = GREEDY,
+    output: int = OUTPUT,
+) -> list[list[int]]:
+    """Output ids of each prompt, all served together."""
+    scheduler = scheduler or new_scheduler()
+    requests = [
+        Request(f"r{index}", len(ids), output, float(index), prompt_ids=ids, params=params)
+        for index, ids in enumerate(prompts)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        step = scheduler.plan(0.0)
+        scheduler.commit(step, runner.run(step), 0.0)
+        scheduler.check_integrity()
+    assert [request.finish_reason for request in requests] == [FinishReason.LENGTH] * len(requests)
+    return [request.output_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: TorchRunner) -> list[list[int]]:
+    return [serve(runner, [ids])[0] for ids in PROMPTS]
+
+
+def test_outputs_of_different_prompts_differ(alone: list[list[int]]) -> None:
+    assert len({tuple(ids) for ids in alone}) == len(PROMPTS)
+    assert max(len(set(ids)) for ids in alone) > 4
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone(runner: TorchRunner, alone: list[list[int]]) -> None:
+    assert serve(runner, PROMPTS) == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 16, 43, 44])
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(runner: TorchRunner, alone: list[list[int]], chunk: int) -> None:
+    assert serve(runner, PROMPTS, scheduler=new_scheduler(budget=16 + chunk, chunk=chunk)) == alone
+
+
+def test_a_prefix_hit_gives_what_a_miss_gives(runner: TorchRunner, alone: list[list[int]]) -> None:
+    scheduler = new_scheduler(caching=True)
+    assert serve(runner, PROMPTS, scheduler=scheduler) == alone
+    again = Request("again", len(PROMPTS[-1]), OUTPUT, 9.0, prompt_ids=PROMPTS[-1], params=GREEDY)
+    scheduler.add(again)
+    while scheduler.has_work:
+        step = scheduler.plan(0.0)
+        scheduler.commit(step, runner.run(step), 0.0)
+    assert again.num_cached >= 40
+    assert again.output_ids == alone[-1]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_preempted_requests_end_as_undisturbed_ones(runner: TorchRunner, params: SamplingParams) -> None:
+    undisturbed = [serve(runner, [ids], params=params, output=60)[0] for ids in PROMPTS[:4]]
+    scheduler = new_scheduler(blocks=30)
+    assert serve(runner, PROMPTS[:4], scheduler=scheduler, params=params, output=60) == undisturbed
+    assert scheduler.preemptions["kv"] > 0
+
+
+def test_a_seeded_request_does_not_depend_on_its_batch(runner: TorchRunner) -> None:
+    batch = serve(runner, PROMPTS, params=SEEDED)
+    assert batch == [serve(runner, [ids], params=SEEDED)[0] for ids in PROMPTS]
+    assert batch != serve(runner, PROMPTS, params=dataclasses.replace(SEEDED, seed=12))
+
+
+def test_the_paged_cache_gives_what_whole_recomputation_gives(
+    tiny_model: Path, runner: TorchRunner, alone: list[list[int]]
+) -> None:
+    config, parameters = load_gguf(tiny_model, dtype=torch.float32)
+    decoder = build_decoder(config, parameters)
+    for ids, expected in zip(PROMPTS, alone, strict=True):
+        known = list(ids)
+        for _ in range(OUTPUT):
+            caches = layer_caches(new_kv_pool(config, blocks=1, block_tokens=len(known), dtype=torch.float32))
+            batch = ragged_batch([len(known)], [len(known)], [[0]], cache=caches[0])
+            with torch.inference_mode():
+                logits = forward(
+                    decoder, torch.tensor(known), batch, caches=caches, logits_rows=torch.tensor([len(known) - 1])
+                )
+            known.append(int(logits.argmax()))
+        assert known[len(ids) :] == expected
+
+
+def test_what_an_earlier_request_left_in_a_block_reaches_no_later_one(tiny_model: Path, alone: list[list[int]]) -> None:
+    runner = TorchRunner(tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, threads=1))
+    runner._pool.fill_(torch.nan)
+    assert serve(runner, PROMPTS[:3], scheduler=new_scheduler(blocks=40)) == alone[:3]
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only(tiny_model: Path, alone: list[list[int]]) -> None:
+    runner = TorchRunner(tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, threads=1))
+    healthy = Request("healthy", len(PROMPTS[3]), OUTPUT, 0.0, prompt_ids=PROMPTS[3], params=GREEDY)
+    sick = Request("sick", 4, OUTPUT, 0.0, prompt_ids=PROMPTS[1], params=GREEDY)
+    runner.run(Step(1, (StepItem(sick, 0, 3, False, [1]),), 1))
+    runner._pool[:, :, 1] = torch.nan
+    items = (StepItem(sick, 3, 1, True, [1]), StepItem(healthy, 0, 17, True, [2, 3, 4, 5, 6]))
+    tokens = runner.run(Step(2, items, 1))
+    assert tokens["sick"].error == "the model's logits are not finite"
+    assert tokens["healthy"].error is None
+    assert tokens["healthy"].token_id == alone[3][0]
+
+
+def test_the_facts_about_the_model_are_those_of_the_file(runner: TorchRunner) -> None:
+    info = runner.info
+    assert (info.name, info.layers, info.kv_heads, info.head_size) == ("tiny", 2, 3, 8)
+    assert (info.max_model_len, info.kv_blocks, info.block_tokens) == (256, 200, BLOCK)
+    assert info.kv_token_bytes == 2 * 2 * 3 * 8 * 4
+    assert info.eos_token_ids == (2,)
+    assert set(runner.start_seconds) == {"weights", "warmup"}
+
+
+def test_bfloat16_halves_the_bytes_and_serves(tiny_model: Path, runner: TorchRunner) -> None:
+    half = TorchRunner(tiny_model, options=TorchOptions(dtype="bfloat16", kv_blocks=200, block_tokens=BLOCK))
+    assert half.info.weight_dtype == half.info.kv_dtype == "bfloat16"
+    assert half.info.weight_bytes * 2 == runner.info.weight_bytes
+    assert [len(ids) for ids in serve(half, PROMPTS)] == [OUTPUT] * len(PROMPTS)
+
+
+def test_a_context_beyond_the_models_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="ContextTooLong: a context of 300 tokens is asked for, and the model has 256"):
+        TorchRunner(tiny_model, options=TorchOptions(kv_blocks=10, max_model_len=300))
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_loaded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidegate_engine.cgroup import Machine
+
+    monkeypatch.setattr(Machine, "available_bytes", lambda self: 100_000)
+    with pytest.raises(ModelError, match="ModelTooLarge: the weights take"):
+        TorchRunner(tiny_model)
+
+
+def test_a_cache_takes_its_share_of_the_memory_that_is_left(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runner: TorchRunner
+) -> None:
+    from tidegate_engine.cgroup import Machine
+
+    monkeypatch.setattr(Machine, "available_bytes", lambda self: 10_000_000)
+    blocks = TorchRunner(tiny_model, options=TorchOptions(block_tokens=BLOCK)).info.kv_blocks
+    assert blocks == 5_000_000 // (runner.info.kv_token_bytes * BLOCK)

@@ -1,0 +1,160 @@
+"""What the reader makes of sound, foreign and damaged files."""
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tidegate_engine.gguf_file import read_header
+from tidegate_engine.transformer import build_decoder, parameter_shapes
+from tidegate_engine.weights import ModelError, find_model_file
+from tidegate_engine.weights_gguf import load_gguf
+
+WriteModel = Callable[..., Path]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_gguf(path, dtype=torch.float32)
+    text = str(caught.value)
+    assert re.fullmatch(r"[A-Z][A-Za-z]+: [^\n]+", text), text
+    return text
+
+
+def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "x.gguf") == f"ModelNotFound: {tmp_path / 'x.gguf'} does not exist"
+
+
+def test_a_folder_means_its_only_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"ModelNotFound: .* holds no \.gguf file"):
+        find_model_file(tmp_path)
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "README").touch()
+    assert find_model_file(tmp_path) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelError, match=r"ModelInvalid: .* several .gguf files \(a.gguf, b.gguf\)"):
+        find_model_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"", "is empty"), (b"PK\x03\x04 something else", "is not a GGUF file")]
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    assert refusal(path) == f"ModelInvalid: {path} {expected}"
+
+
+def test_a_file_cut_anywhere_is_called_truncated(tiny_model: Path, tmp_path: Path) -> None:
+    content = tiny_model.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in [*range(5, 400, 7), 3_000, 10_000, len(content) // 2, len(content) - 1]:
+        path.write_bytes(content[:length])
+        assert "is truncated" in refusal(path), length
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_header_is_loaded_or_refused_in_one_sentence(
+    tiny_model: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    content = bytearray(tiny_model.read_bytes())
+    header = min(entry.start for entry in read_header(tiny_model).tensors.values())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    try:
+        load_gguf(path, dtype=torch.float32)
+    except ModelError as error:
+        assert "\n" not in str(error)  # noqa: PT017  # either is right
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"llama.block_count": 3}, "lacks the tensor blk.2.attn_k.weight and 8 others"),
+        ({"llama.block_count": 1}, "has the tensor blk.1.attn_k.weight and 8 others, which this engine has no use for"),
+        ({"llama.embedding_length": None}, "has None as llama.embedding_length; a positive integer is needed"),
+        ({"llama.attention.head_count_kv": 2}, "has 9 heads, which 2 key-value heads do not divide"),
+        ({"llama.feed_forward_length": 95}, "in the shape"),
+        ({"llama.block_count": 4_000_000_000}, "is damaged: it claims 4000000000 layers and has 20 tensors"),
+        ({"llama.rope.scaling.type": "yarn"}, "scales its rotary positions by the method yarn"),
+        ({"general.architecture": "mamba"}, "has the architecture mamba; supported are llama, qwen2"),
+    ],
+)
+def test_what_the_engine_cannot_serve_is_named(
+    write_tiny_model: WriteModel, metadata: dict[str, object], expected: str
+) -> None:
+    if architecture := metadata.get("general.architecture"):
+        path = write_tiny_model(architecture=architecture)
+    else:
+        path = write_tiny_model(metadata=metadata)
+    assert expected in refusal(path)
+
+
+def test_a_tensor_too_many_is_refused(write_tiny_model: WriteModel) -> None:
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["rope_freqs.weight"] = np.ones(4, dtype=np.float32)
+
+    assert "has the tensor rope_freqs.weight, which this engine has no use for" in refusal(write_tiny_model(edit=add))
+
+
+def test_values_that_are_not_finite_are_refused(write_tiny_model: WriteModel) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["blk.1.ffn_up.weight"] = tensors["blk.1.ffn_up.weight"].copy()
+        tensors["blk.1.ffn_up.weight"][5, 5] = np.nan
+
+    assert "is damaged: blk.1.ffn_up.weight holds values that are not finite" in refusal(write_tiny_model(edit=spoil))
+
+
+def test_every_parameter_is_used_exactly_once(tiny_model: Path) -> None:
+    config, parameters = load_gguf(tiny_model, dtype=torch.float32)
+    assert parameters.keys() == parameter_shapes(config).keys()
+    with pytest.raises(ValueError, match="no use for: stray"):
+        build_decoder(config, parameters | {"stray": torch.zeros(1)})
+    del parameters["layers.1.gate"]
+    with pytest.raises(KeyError, match=r"layers\.1\.gate"):
+        build_decoder(config, dict(parameters))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
+def test_a_quantised_tensor_is_loaded_with_the_values_that_its_format_defines(
+    write_tiny_model: WriteModel, kind: str
+) -> None:
+    original: dict[str, np.ndarray] = {}
+
+    def quantise(tensors: dict[str, np.ndarray]) -> None:
+        original["down"] = tensors["blk.0.ffn_down.weight"]
+
+    path = write_tiny_model(edit=quantise, types={"blk.0.ffn_down.weight": gguf.GGMLQuantizationType[kind]})
+    stored = gguf.quants.quantize(original["down"], gguf.GGMLQuantizationType[kind])
+    expected = torch.tensor([row_values(kind, row.tobytes()) for row in stored])
+    _, parameters = load_gguf(path, dtype=torch.float32)
+    torch.testing.assert_close(parameters["layers.0.down"], expected, atol=0, rtol=0)
+
+
+def row_values(kind: str, row: bytes) -> list[float]:
+    """A row's values by the formats' definitions: blocks of 32 codes with an fp16 scale and, in Q4_1, a minimum."""
+    if kind == "F16":
+        return list(struct.unpack(f"<{len(row) // 2}e", row))
+    f32 = np.float32
+    size = 34 if kind == "Q8_0" else 20
+    values: list[float] = []
+    for start in range(0, len(row), size):
+        block = row[start : start + size]
+        scale = f32(struct.unpack("<e", block[:2])[0])
+        if kind == "Q8_0":
+            values += [float(scale * f32(code)) for code in struct.unpack("32b", block[2:])]
+        else:
+            minimum = f32(struct.unpack("<e", block[2:4])[0])
+            codes = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
+            values += [float(scale * f32(code) + minimum) for code in codes]
+    return values
