@@ -68,7 +68,7 @@ def tide(images: Images, *, gpus: int) -> Manifest:
             "engine": {"image": images.modelled, "args": ["--runner=modelled", f"--profile={PROFILE}"]},
             "batching": {
                 "mode": "Auto",
-                "maxSequences": {"min": 4, "max": 64, "initial": 16},
+                "maxSequences": {"min": 4, "max": 64, "initial": 32},
                 "maxBatchedTokens": {"min": 512, "max": 4096, "initial": 2048},
                 "prefillChunkTokens": {"min": 256, "max": 4096, "initial": 1024},
                 "maxStepPercent": 300,
@@ -84,7 +84,7 @@ def tide(images: Images, *, gpus: int) -> Manifest:
                 "maxReplicas": 3,
                 "syncPeriodSeconds": 5,
                 "behavior": {
-                    "scaleUp": {"stabilizationWindowSeconds": 0},
+                    "scaleUp": {"stabilizationWindowSeconds": 10},
                     "scaleDown": {
                         "stabilizationWindowSeconds": 20,
                         "policies": [{"type": "Pods", "value": 2, "periodSeconds": 15}],
