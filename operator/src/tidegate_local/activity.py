@@ -32,9 +32,9 @@ class Step:
         self.began = time.monotonic()
         self.last = ""
         self._cancelled = False
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | subprocess.Popen[bytes] | None = None
 
-    def watch(self, process: subprocess.Popen[str]) -> None:
+    def watch(self, process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
         """Name the process that `cancel` ends."""
         self._process = process
         if self._cancelled:

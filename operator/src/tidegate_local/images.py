@@ -92,7 +92,7 @@ def build(names: Sequence[str], progress: activity.Progress) -> None:
         if pause_is_stale():
             with progress.step("pause image") as step:
                 record = {"name": store.PAUSE_IMAGE, "key": _pause_key()}
-                _import(PAUSE, record, make=lambda layout: _make_pause(layout, step))
+                _import(PAUSE, record, make=lambda layout: _make_pause(layout, step), step=step)
         if pending and not builder.has_image(builder.base_image()):
             with progress.step("base image") as step:
                 builder.build_base(step)
@@ -111,10 +111,12 @@ def _build_one(image: Image, step: activity.Step) -> None:
         step.saw("importing into containerd")
         return oci.find_manifest(layout, image.short)
 
-    _import(image.short, record, make=push)
+    _import(image.short, record, make=push, step=step)
 
 
-def _import(short: str, record: Mapping[str, str], *, make: Callable[[Path], oci.Descriptor]) -> None:
+def _import(
+    short: str, record: Mapping[str, str], *, make: Callable[[Path], oci.Descriptor], step: activity.Step
+) -> None:
     """Put an image into the layout, stream it to containerd, leave only hollow layers behind, and record it."""
     name = record["name"]
     layout = cache.folder("store/layout")
@@ -122,7 +124,7 @@ def _import(short: str, record: Mapping[str, str], *, make: Callable[[Path], oci
         present = upkeep.content_digests()
         oci.forget_lost(layout, present)
         manifest = make(layout)
-        upkeep.import_image(lambda output: oci.write_archive(layout, manifest, name, output=output))
+        upkeep.import_image(lambda output: oci.write_archive(layout, manifest, name, output=output), step)
     (cache.folder("store/records") / f"{short}.json").write_text(json.dumps(record))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tidegate_local import cache, namespaces, templates
+from tidegate_local import activity, cache, namespaces, templates
 
 LOCK = "image store"
 SOCKET = "/run/tidegate-containerd/containerd.sock"
@@ -48,7 +48,7 @@ class Containerd:
 
     inside: namespaces.Namespaces
 
-    def import_image(self, write_archive: Callable[[IO[bytes]], None]) -> None:
+    def import_image(self, write_archive: Callable[[IO[bytes]], None], step: activity.Step) -> None:
         """Import what `write_archive` writes, an OCI archive; layers that the store has may be missing from it."""
         argv = self.inside.enter([*CTR, "images", "import", "-"])
         pipe = subprocess.PIPE
@@ -56,6 +56,7 @@ class Containerd:
         with subprocess.Popen(
             argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=namespaces.environment()
         ) as importer:
+            step.watch(importer)
             assert importer.stdin is not None
             assert importer.stdout is not None
             with suppress(BrokenPipeError):
