@@ -43,7 +43,7 @@ IMAGES = (
     Image("modelled", "tidegate.local/engine:modelled", "engine-image/Dockerfile", "modelled", ENGINE, 1e9),
     Image("operator", "tidegate.local/operator:dev", "operator/Dockerfile", "operator", OPERATOR, 2e9),
     Image("smollm2", "tidegate.local/smollm2:dev", "engine-image/Dockerfile", "smollm2", ENGINE[:1], 1e9),
-    Image("torch", "tidegate.local/engine:torch", "engine-image/Dockerfile", "torch", ENGINE, 22e9),
+    Image("torch", "tidegate.local/engine:torch", "engine-image/Dockerfile", "torch", ENGINE, 24e9),
 )
 
 
