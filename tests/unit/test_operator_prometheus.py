@@ -16,7 +16,15 @@ import pytest
 
 from tidegate_operator.demand import MIN_SCRAPES, TERMS, WINDOW_SECONDS, Measured, combine
 from tidegate_operator.observation import MetricsState
-from tidegate_operator.prometheus import AGE, SCRAPES, TERM_LABEL, PrometheusSource, query_of, windows_from
+from tidegate_operator.prometheus import (
+    AGE,
+    QUERY_TIMEOUT_SECONDS,
+    SCRAPES,
+    TERM_LABEL,
+    PrometheusSource,
+    query_of,
+    windows_from,
+)
 
 Start = Callable[..., Awaitable[Any]]
 
@@ -80,6 +88,24 @@ async def test_a_server_that_is_not_there_is_told_not_raised(nowhere: str) -> No
     assert measured.error.startswith("PrometheusError: ")
     demand, state, message = combine(measured, ready_pods=["m-a-b"], now=1.0, stale_after_seconds=60)
     assert (demand, state, message) == (None, MetricsState.ABSENT, measured.error)
+
+
+async def test_a_server_that_never_answers_holds_up_nobody_for_long() -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    source = PrometheusSource()
+    try:
+        async with asyncio.timeout(QUERY_TIMEOUT_SECONDS * 4):
+            asked = (source.measure(url, namespace="n", name=f"m{number}", now=1.0) for number in range(100))
+            answers = await asyncio.gather(*asked)
+    finally:
+        source.close()
+        server.close()
+    assert all((answer.error or "").startswith(f"PrometheusError: {url}") for answer in answers)
 
 
 @pytest.fixture

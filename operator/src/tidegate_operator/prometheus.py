@@ -8,6 +8,7 @@ import asyncio
 import math
 import re
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,8 @@ from tidegate_operator.demand import PREFIX, TERMS, WINDOW_SECONDS, Kind, Measur
 QUERY_TIMEOUT_SECONDS = 5
 LONGEST_WAIT_SECONDS = 15.0
 THREADS = 2
+PAUSE_SECONDS = 8.0
+"""A server that failed is left alone for so long: a thousand objects must not queue up before a dead one."""
 TERM_LABEL = "tidegate_term"
 AGE, SCRAPES = "age", "scrapes"
 _PRESENCE = "requests_running"
@@ -71,12 +74,17 @@ def windows_from(result: Iterable[Mapping[str, Any]], now: float) -> tuple[PodWi
     )
 
 
+class _Paused(Exception):
+    """The server failed a moment ago; the message is that failure's."""
+
+
 class PrometheusSource:
     """A client for each server address and thread: the library's sessions are not meant for two threads at once."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prometheus")
         self._local = threading.local()
+        self._paused: dict[str, tuple[float, str]] = {}
 
     async def measure(self, url: str, *, namespace: str, name: str, now: float) -> Measured:
         """Ask `url` for the pods of one object. What goes wrong is told in `error`, never raised."""
@@ -84,20 +92,34 @@ class PrometheusSource:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LONGEST_WAIT_SECONDS):
+                self._raise_if_paused(url)
                 result = await loop.run_in_executor(self._threads, self._query, url, query)
             return Measured(windows_from(result, now))
+        except _Paused as paused:
+            return Measured(error=str(paused))
         except TimeoutError:
-            return Measured(error=f"PrometheusError: {url} did not answer in time")
+            return Measured(error=self._pause(url, "no answer in time"))
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            return Measured(error=f"PrometheusError: {url}: {_sentence(error)}")
+            return Measured(error=self._pause(url, _sentence(error)))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _pause(self, url: str, trouble: str) -> str:
+        error = f"PrometheusError: {url}: {trouble}"
+        self._paused[url] = (time.monotonic() + PAUSE_SECONDS, error)
+        return error
+
+    def _raise_if_paused(self, url: str) -> None:
+        until, error = self._paused.get(url, (0.0, ""))
+        if time.monotonic() < until:
+            raise _Paused(error)
 
     def _query(self, url: str, query: str) -> list[dict[str, Any]]:
         # Imported late: it costs memory and time that only objects with a Prometheus need.
         from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
 
+        self._raise_if_paused(url)
         clients: dict[str, Any] = self._local.__dict__.setdefault("clients", {})
         if url not in clients:
             from urllib3.util.retry import Retry

@@ -176,8 +176,11 @@ class Reconciler:
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
         observation = await self._observe(target, now=now)
         memory = previous.get("autoscaling", {}).get("memory", {})
-        # In a thread: a search of settings takes long enough to starve probes and other objects of the loop.
-        decision = await asyncio.to_thread(policy.decide, spec, observation, memory)
+        if observation.demand is None:
+            decision = policy.decide(spec, observation, memory)
+        else:
+            # In a thread: a search of settings takes long enough to starve probes and other objects of the loop.
+            decision = await asyncio.to_thread(policy.decide, spec, observation, memory)
         recheck_after = decision.recheck_after_seconds
         if not any(map(can_be_asked, observation.replicas)):
             recheck_after = max(recheck_after, IDLE_RECHECK_SECONDS)
