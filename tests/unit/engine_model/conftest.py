@@ -4,6 +4,11 @@ A tiny file is written from weights with Hugging Face's names (kept beside it as
 engine's reader does not share.
 """
 
+import os
+
+# As `torch_runner` does it, before torch is loaded: two threads that spin for each other make busy machines slow.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
