@@ -83,7 +83,7 @@ def test_a_sparkline_has_a_bar_for_each_value(values: list[float]) -> None:
 
 def test_the_objects_are_read_as_meant() -> None:
     tide = api.parse_spec(demo_objects.tide(demo_objects.Images(), gpus=1)["spec"])
-    assert tide.envelope().max_num_seqs == (4, 64)
+    assert tide.envelope().max_num_seqs == (32, 64)
     assert tide.replica_bounds() == (1, 3)
     assert tide.autoscaling.sync_period_seconds == 5
     chat = api.parse_spec(demo_objects.chat(demo_objects.Images())["spec"])

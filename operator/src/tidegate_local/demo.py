@@ -6,6 +6,7 @@ Owns the order of things and the exit code. What is applied stands in `demo_obje
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -369,7 +370,7 @@ def keep_text(reached: Access) -> str:
     end = (
         f"helm --kube-context={reached.context} uninstall {RELEASE} --namespace={NAMESPACE}"
         if reached.context
-        else f"tidegate-local down --name {CLUSTER_NAME}"
+        else f"{sys.argv[0]} down --name {CLUSTER_NAME}"
     )
     return (
         f"Kept. Look around with:\n  {kubectl} get lld\n  {kubectl} describe lld {TIDE}\n"

@@ -68,7 +68,7 @@ def tide(images: Images, *, gpus: int) -> Manifest:
             "engine": {"image": images.modelled, "args": ["--runner=modelled", f"--profile={PROFILE}"]},
             "batching": {
                 "mode": "Auto",
-                "maxSequences": {"min": 4, "max": 64, "initial": 32},
+                "maxSequences": {"min": 32, "max": 64, "initial": 32},
                 "maxBatchedTokens": {"min": 512, "max": 4096, "initial": 2048},
                 "prefillChunkTokens": {"min": 256, "max": 4096, "initial": 1024},
                 "maxStepPercent": 300,
