@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tidegate_local import access, activity, cluster, load, recording, setup, store
+from tidegate_local import access, activity, cache, cluster, load, recording, setup, store
 from tidegate_local.cluster import Cluster, CommandFailed
 
 NAMESPACE = "tidegate"
@@ -281,6 +281,13 @@ class Objects:
 @pytest.fixture(scope="session")
 def objects() -> Objects:
     return Objects()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def store_is_free() -> None:
+    """Another cluster with a node, the demo's for one, is waited for: only one can use the image store."""
+    with cache.in_turn(store.LOCK, purpose="the end-to-end tests", say=lambda line: print(line, file=sys.stderr)):
+        pass
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,25 @@ def test_a_lock_is_free_again_after_its_block() -> None:
         pass
     with cache.lock("store", purpose="second"):
         pass
+
+
+def test_a_turn_comes_after_its_holder_who_is_named() -> None:
+    said: list[str] = []
+    told = threading.Event()
+
+    def hear(line: str) -> None:
+        said.append(line)
+        told.set()
+
+    def take_my_turn() -> None:
+        with cache.in_turn("store", purpose="second", say=hear):
+            said.append("second has it")
+
+    second = threading.Thread(target=take_my_turn)
+    with cache.lock("store", purpose="the cluster demo"):
+        second.start()
+        assert told.wait(10)
+        assert "in use by the cluster demo" in said[0]
+        assert said[1:] == []
+    second.join(10)
+    assert said[1:] == ["second has it"]

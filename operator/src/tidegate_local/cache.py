@@ -6,7 +6,7 @@ Owns paths and locks only; what is put there belongs to `binaries`, `base`, `ima
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,20 @@ def lock(name: str, *, purpose: str, wait: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def in_turn(name: str, *, purpose: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock `name` like `lock`, after its present holder; `say` is told whom this waits for."""
+    try:
+        handle = take_lock(name, purpose=purpose)
+    except Busy as busy:
+        say(f"{busy} Waiting for that.")
+        handle = take_lock(name, purpose=purpose, wait=True)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def take_lock(name: str, *, purpose: str, wait: bool = False) -> int:
     """Take the lock and return its file descriptor: whoever holds (or inherited) it holds the lock."""
     path = folder(LOCKS) / name
@@ -69,7 +83,7 @@ def take_lock(name: str, *, purpose: str, wait: bool = False) -> int:
     except BlockingIOError:
         holder = os.read(handle, 500).decode().strip() or "another process"
         os.close(handle)
-        raise Busy(f"The {name} is in use by {holder}; wait until it has ended, or stop it first.") from None
+        raise Busy(f"The {name} is in use by {holder}; it must end first.") from None
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{purpose} (process {os.getpid()})".encode(), 0)
     return handle

@@ -20,12 +20,16 @@ BASE_BYTES = 1.5e9
 def everything(progress: activity.Progress, names: Sequence[str] = ALL_IMAGES) -> None:
     """Make what is missing, the images `names` among it.
 
+    A set-up that runs already is waited for: what it makes need not be made again.
     Raises machine.Unsuitable or binaries.MissingBinary before anything is started, cache.Busy, activity.StepFailed.
     """
-    machine.check(disk_bytes=needed_bytes(names))
+    machine.check(disk_bytes=0)
     if is_complete(names):
         return
-    with cache.lock("set-up", purpose="a set-up"):
+    with cache.in_turn("set-up", purpose="a set-up", say=progress.say):
+        if is_complete(names):
+            return
+        machine.check_disk(needed_bytes(names))
         machine.install_packages(progress)
         _side_by_side(progress, [lambda: binaries.build(progress), lambda: _make_images(names, progress)])
 
