@@ -40,6 +40,8 @@ from tidegate_kernels.reference import ragged_batch
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left beside the weights that the cache may take; activations and the server need the rest."""
+MAX_KV_BYTES = 4 << 30
+"""Unless told otherwise: prefix caching fills whatever there is, and a machine without limits has other tenants."""
 WARM_UP_SHAPES = ((1, 64), (1, 1), (8, 1))
 """Sequences and new tokens of each."""
 
@@ -72,6 +74,8 @@ class TorchRunner:
         config, parameters = load_gguf(path, dtype=dtype)
         self._decoder = build_decoder(config, parameters)
         blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, dtype)
+        if blocks < 2:
+            raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=dtype)
         self._caches = layer_caches(self._pool)
         self._entropy = secrets.token_bytes(16)
@@ -182,7 +186,7 @@ def _check_memory(config: DecoderConfig, dtype: torch.dtype, available_bytes: in
 def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype) -> int:
     block_bytes = _kv_token_bytes(config, dtype) * block_tokens
     available = Machine().available_bytes()
-    blocks = int(available * KV_MEMORY_FRACTION) // block_bytes
+    blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:
         raise ModelError(
             "ModelTooLarge",

@@ -167,6 +167,11 @@ def test_a_context_beyond_the_models_is_refused(tiny_model: Path) -> None:
         TorchRunner(tiny_model, options=TorchOptions(kv_blocks=10, max_model_len=300))
 
 
+def test_a_cache_without_a_usable_block_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="KvCacheTooSmall: a KV cache needs 2 blocks"):
+        TorchRunner(tiny_model, options=TorchOptions(kv_blocks=1))
+
+
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_loaded(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
