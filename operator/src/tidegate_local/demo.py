@@ -354,7 +354,8 @@ def change_text(change: verdict.LiveChange) -> str:
     return (
         f"  Settings: {change.before} → {change.after}\n"
         f"    why: {change.pattern} leads the mix; {change.message}\n"
-        f"    measured by the clients: TTFT p95 {both(old.ttft_p95_seconds, new.ttft_p95_seconds)}, between tokens p95 "
+        f"    measured by the clients: TTFT p50 {both(old.ttft_p50_seconds, new.ttft_p50_seconds)}, "
+        f"p95 {both(old.ttft_p95_seconds, new.ttft_p95_seconds)}, between tokens p95 "
         f"{both(old.itl_p95_seconds, new.itl_p95_seconds)} (of {old.requests} and {new.requests} requests)\n"
         f"    pods that took it without a restart: {', '.join(pod.name for pod in change.pods_kept) or 'none seen'}"
     )

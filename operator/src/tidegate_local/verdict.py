@@ -21,6 +21,7 @@ class Measured:
     """What the clients felt over a stretch of one phase; None = no request to measure."""
 
     requests: int
+    ttft_p50_seconds: float | None
     ttft_p95_seconds: float | None
     itl_p95_seconds: float | None
     output_tokens_per_second: float | None
@@ -122,12 +123,13 @@ def felt(recording: Recording, change_at: float, *, start: float) -> Measured:
     end = change_at if start < change_at else start + EFFECT_WINDOW_SECONDS
     chosen = [o for o in recording.outcomes if o.phase == phase and start <= o.arrived_at < end]
     if not chosen:
-        return Measured(0, None, None, None)
+        return Measured(0, None, None, None, None)
     summary = summarise(chosen)
     arrivals = [outcome.arrived_at for outcome in chosen]
     seconds = max(arrivals) - min(arrivals)
     return Measured(
         requests=len(chosen),
+        ttft_p50_seconds=summary.ttft_p50_seconds,
         ttft_p95_seconds=summary.ttft_p95_seconds,
         itl_p95_seconds=summary.itl_p95_seconds,
         output_tokens_per_second=summary.output_tokens / seconds if seconds > 0 else None,
@@ -199,10 +201,11 @@ def _evidence(change: LiveChange) -> int:
 
 def _change_sentence(change: LiveChange) -> str:
     pods = ", ".join(pod.name for pod in change.pods_kept)
+    old, new = change.felt_before, change.felt_after
     return (
         f"{change.before} → {change.after} when {change.pattern} came to lead the mix; {pods}: same pod, 0 restarts; "
-        f"{change.message}; measured by the clients: TTFT p95 {_seconds(change.felt_before.ttft_p95_seconds)} → "
-        f"{_seconds(change.felt_after.ttft_p95_seconds)}"
+        f"{change.message}; measured by the clients: TTFT p50 {_seconds(old.ttft_p50_seconds)} → "
+        f"{_seconds(new.ttft_p50_seconds)}, p95 {_seconds(old.ttft_p95_seconds)} → {_seconds(new.ttft_p95_seconds)}"
     )
 
 
