@@ -87,20 +87,29 @@ def cpu_seconds(pid: int) -> float:
 
 
 def own_counters() -> dict[str, float]:
-    """Requests of the operator that write, and its passes."""
-    page = httpx.get(f"http://127.0.0.1:{METRICS_PORT}/metrics").text
-    writes = re.findall(r'^tidegate_operator_api_requests_total\{code="\d+",verb="(?!GET)\w+"\} (\S+)', page, re.M)
-    passes = re.findall(r"^tidegate_operator_reconcile_total\{\S+ (\S+)", page, re.M)
-    return {"writes": sum(map(float, writes)), "passes": sum(map(float, passes))}
+    """Requests of the operator that write, its passes, and objects that wait for one; nothing while it starts."""
+    try:
+        page = httpx.get(f"http://127.0.0.1:{METRICS_PORT}/metrics").text
+    except httpx.HTTPError:
+        return {}
+    series = {
+        "writes": r'^tidegate_operator_api_requests_total\{code="\d+",verb="(?!GET)\w+"\} (\S+)',
+        "passes": r"^tidegate_operator_reconcile_total\{\S+ (\S+)",
+        "waiting": r"^tidegate_operator_queue_depth (\S+)",
+    }
+    return {name: sum(map(float, re.findall(pattern, page, re.M))) for name, pattern in series.items()}
 
 
 async def until_reconciled(client: httpx.AsyncClient, count: int, process: subprocess.Popen[bytes]) -> None:
+    """Asks the operator's own counters first: lists of a thousand objects would be the heaviest load here."""
     while process.poll() is None:
-        objects = await listed(client, GROUP)
-        if len(objects) == count and all(map(is_reconciled, objects.values())):
+        counters = own_counters()
+        if counters.get("passes", 0) >= count and counters["waiting"] == 0:
+            objects = await listed(client, GROUP)
             deployments = await listed(client, "/apis/apps/v1/namespaces/bench/deployments")
-            if len(deployments) == count:
+            if len(objects) == len(deployments) == count and all(map(is_reconciled, objects.values())):
                 return
+            await asyncio.sleep(1.5)
         await asyncio.sleep(0.5)
     raise RuntimeError(f"the operator ended with {process.returncode}")
 
@@ -116,12 +125,7 @@ async def until_quiet() -> None:
 
 
 async def until_idle_after_restart(process: subprocess.Popen[bytes], count: int) -> None:
-    while process.poll() is None:
-        try:
-            if own_counters()["passes"] >= count:
-                return
-        except httpx.HTTPError:
-            pass
+    while process.poll() is None and own_counters().get("passes", 0) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
 
