@@ -31,7 +31,7 @@ from tidegate_operator.settings import Settings, SettingsError
 from tidegate_operator.store import Store, Suspect
 from tidegate_operator.tokens import KeyStore
 
-WORKERS = 16
+WORKERS = 32
 LONGEST_PASS_SECONDS = 60.0
 CHILD_DELAY_SECONDS = 0.5
 """News about children comes in bursts: one pass for a burst."""

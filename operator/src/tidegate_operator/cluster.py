@@ -21,7 +21,7 @@ from tidegate_operator.resources import LLM_DEPLOYMENTS, PODS, Key, Manifest, Re
 from tidegate_operator.settings import Settings
 
 TIMEOUT = aiohttp.ClientTimeout(total=20, connect=5)
-CONCURRENCY = 20
+CONCURRENCY = 32
 PAGE_ITEMS = 500
 STATUS_MANAGER = f"{api.FIELD_MANAGER}-status"
 APPLY = "application/apply-patch+yaml"
