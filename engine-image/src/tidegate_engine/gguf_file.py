@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: the metadata, and where each tensor lies.
 
-No torch, and no meaning: `weights_gguf` and `tokenizer_gguf` give it one. Whatever is wrong ends as a ModelError. The
+No torch, and no meaning: `weights_gguf` and `tokenizer` give it one. Whatever is wrong ends as a ModelError. The
 header is parsed here, not by `gguf.GGUFReader`, which takes seconds for a vocabulary and trips over a cut file.
 """
 

@@ -27,10 +27,6 @@ class Resource:
     managed: bool = True
 
     @property
-    def api_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-    @property
     def selector(self) -> str | None:
         return MANAGED_SELECTOR if self.managed else None
 
