@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.settings import DEFAULT_PATTERNS, ISL_EDGES, OSL_EDGES, Envelope, Pattern, find_violation
+from tidegate_engine.settings import DEFAULT_PATTERNS, DEFAULT_SETTINGS, ISL_EDGES, OSL_EDGES, Envelope, Pattern, find_violation
 from tidegate_operator import api
 
 
@@ -17,7 +17,7 @@ def read(**fields: Any) -> api.Spec:
 def test_an_object_with_only_a_model_has_every_default() -> None:
     spec = read()
     assert spec.envelope() == Envelope()
-    assert spec.initial_settings() == api.DEFAULT_SETTINGS
+    assert spec.initial_settings() == DEFAULT_SETTINGS
     assert spec.patterns() == DEFAULT_PATTERNS
     assert spec.autoscaling.mode is api.ScalingMode.OFF
     assert spec.fixed_replicas() == 1

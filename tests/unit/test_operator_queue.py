@@ -95,9 +95,22 @@ def test_the_backoff_grows_and_is_bounded() -> None:
     assert delays[-1] == LONGEST_BACKOFF_SECONDS
 
 
-async def test_a_forgotten_key_does_not_come_back() -> None:
+async def test_a_key_whose_timer_ended_lets_new_ones_go_first() -> None:
     queue: KeyedQueue[str] = KeyedQueue()
-    queue.add_after("a", 0.01)
-    queue.forget("a")
-    await asyncio.sleep(0.02)
+    queue.add_after("waits", 0)
+    while len(queue) == 0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    queue.add("news")
+    assert [await next_key(queue), await next_key(queue)] == ["news", "waits"]
+
+
+async def test_news_of_a_key_whose_timer_ended_brings_it_forward_and_only_once() -> None:
+    queue: KeyedQueue[str] = KeyedQueue()
+    queue.add_after("a", 0)
+    queue.add_after("b", 0)
+    while len(queue) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    queue.add("b")
+    assert [await next_key(queue), await next_key(queue)] == ["b", "a"]
+    queue.done("b")
     assert await is_idle(queue)

@@ -479,6 +479,5 @@ def test_an_object_may_post_a_burst_of_events_and_then_one_now_and_then() -> Non
 
 
 def test_refusals_of_the_api_server_are_told_apart() -> None:
-    assert ApiError(409, "", "").is_conflict
     assert ApiError(422, "", "").is_invalid
     assert not ApiError(500, "", "").is_invalid

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
+    DEFAULT_SETTINGS,
     SETTING_NAMES,
-    BatchSettings,
     Envelope,
     SettingsFile,
     find_violation,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 TERMINATION_LOG = Path("/dev/termination-log")
 EXIT_CONFIG = 2
 EXIT_MODEL = 3
-DEFAULT_SETTINGS = BatchSettings(64, 4096, 1024)
 
 logger = logging.getLogger(__name__)
 

@@ -37,6 +37,10 @@ class BatchSettings:
 SETTING_NAMES = tuple(field.name for field in fields(BatchSettings))
 
 
+DEFAULT_SETTINGS = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, long_prefill_token_threshold=1024)
+"""What an engine and an object that say nothing start with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Inclusive bounds of every setting; fixed at start, since buffers are sized by it."""

@@ -16,6 +16,7 @@ from pydantic.config import JsonDict
 
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
+    DEFAULT_SETTINGS,
     ISL_EDGES,
     OSL_EDGES,
     OTHER_PATTERN,
@@ -370,7 +371,6 @@ class Range(Part):
         return (self.min if self.min is not None else min(low, top)), top
 
 
-DEFAULT_SETTINGS = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, long_prefill_token_threshold=1024)
 DEFAULT_ENVELOPE = Envelope()
 
 

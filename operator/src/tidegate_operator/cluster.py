@@ -38,10 +38,6 @@ class ApiError(Exception):
         self.status, self.reason, self.message = status, reason, message
 
     @property
-    def is_conflict(self) -> bool:
-        return self.status == 409
-
-    @property
     def is_invalid(self) -> bool:
         """Refused for what it says: trying the same again does not help."""
         return self.status in (400, 403, 422)

@@ -5,6 +5,7 @@ the workers of `__main__`. Lives in one event loop; not thread-safe.
 """
 
 import asyncio
+import itertools
 import random
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -13,6 +14,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 60.0
+PATIENCE_SECONDS = 20.0
+"""For so long a key whose timer ended lets others go first: somebody waits for what was added without a timer."""
 
 
 def backoff_seconds(failures: int, jitter: float) -> float:
@@ -21,11 +24,13 @@ def backoff_seconds(failures: int, jitter: float) -> float:
 
 
 class KeyedQueue(Generic[Key]):
-    """Invariant: a key is in `_ready` at most once, never while it is processed, and has at most one timer."""
+    """Invariant: a key waits at most once (`_dirty`), never while it is processed, and has at most one timer."""
 
     def __init__(self, jitter: random.Random | None = None) -> None:
-        self._ready: asyncio.Queue[Key] = asyncio.Queue()
-        self._dirty: set[Key] = set()
+        self._ready: asyncio.PriorityQueue[tuple[float, int, Key]] = asyncio.PriorityQueue()
+        self._dirty: dict[Key, tuple[float, int]] = {}
+        """Rank of every key that waits: when it is due, and a number of its own. Others in `_ready` are void."""
+        self._numbers = itertools.count()
         self._processing: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
@@ -37,12 +42,7 @@ class KeyedQueue(Generic[Key]):
 
     def add(self, key: Key) -> None:
         """Process `key` as soon as possible; once more if it is being processed."""
-        self._cancel_timer(key)
-        if key in self._dirty:
-            return
-        self._dirty.add(key)
-        if key not in self._processing:
-            self._ready.put_nowait(key)
+        self._add(key, asyncio.get_running_loop().time())
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Process `key` in `seconds`, or earlier when an earlier time is set already."""
@@ -53,14 +53,16 @@ class KeyedQueue(Generic[Key]):
         if timer is not None and timer.when() <= loop.time() + seconds:
             return
         self._cancel_timer(key)
-        self._timers[key] = loop.call_later(seconds, self.add, key)
+        self._timers[key] = loop.call_later(seconds, self._end_timer, key)
 
     async def get(self) -> Key:
         """Wait for the next key; the caller ends it with `done` or `failed`."""
-        key = await self._ready.get()
-        self._dirty.discard(key)
-        self._processing.add(key)
-        return key
+        while True:
+            due, number, key = await self._ready.get()
+            if self._dirty.get(key) == (due, number) and key not in self._processing:
+                del self._dirty[key]
+                self._processing.add(key)
+                return key
 
     def done(self, key: Key, recheck_after_seconds: float | None = None) -> None:
         """The pass ended well: failures are forgotten."""
@@ -78,15 +80,21 @@ class KeyedQueue(Generic[Key]):
         self.add_after(key, delay)
         return delay
 
-    def forget(self, key: Key) -> None:
-        """Drop what is remembered of a key whose object is gone."""
-        self._cancel_timer(key)
-        self._failures.pop(key, None)
-
     def _release(self, key: Key) -> None:
         self._processing.discard(key)
         if key in self._dirty:
-            self._ready.put_nowait(key)
+            self._ready.put_nowait((*self._dirty[key], key))
+
+    def _end_timer(self, key: Key) -> None:
+        self._add(key, asyncio.get_running_loop().time() + PATIENCE_SECONDS)
+
+    def _add(self, key: Key, due: float) -> None:
+        self._cancel_timer(key)
+        if key in self._dirty and self._dirty[key][0] <= due:
+            return
+        self._dirty[key] = (due, next(self._numbers))
+        if key not in self._processing:
+            self._ready.put_nowait((*self._dirty[key], key))
 
     def _cancel_timer(self, key: Key) -> None:
         timer = self._timers.pop(key, None)
