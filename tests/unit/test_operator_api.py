@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.settings import DEFAULT_PATTERNS, DEFAULT_SETTINGS, ISL_EDGES, OSL_EDGES, Envelope, Pattern, find_violation
+from tidegate_engine.settings import (
+    DEFAULT_PATTERNS,
+    DEFAULT_SETTINGS,
+    ISL_EDGES,
+    OSL_EDGES,
+    Envelope,
+    Pattern,
+    find_violation,
+)
 from tidegate_operator import api
 
 
