@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TESTS ?= tests
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test prove bench lint generate clean
 
@@ -18,7 +19,7 @@ demo: $(VENV)/.local ## From nothing to a served, rescaled model on a local clus
 test: $(VENV)/.dev ## Lint, types, import contracts, all tests
 	@$(BIN)/tidegate-local setup
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest $(TESTS)
+	@$(BIN)/pytest $(WORKERS) $(TESTS)
 
 prove: $(VENV)/.dev ## The fuzzers and soaks of the tests with their full numbers; goes on where it was stopped
 	@$(BIN)/tidegate-local setup
