@@ -63,8 +63,7 @@ def clean(*, everything: bool) -> float:
                 )
             doomed = [entry for entry in cache.root().iterdir() if entry.name != cache.LOCKS]
         else:
-            current = {binaries.module_folder(binary.module) for binary in binaries.BINARIES}
-            doomed = [entry for entry in binaries.folder().iterdir() if entry not in current]
+            doomed = [entry for entry in cache.root().glob("bin/*") if entry != binaries.folder()]
             doomed += [cache.root() / name for name in ("go-build", "go-mod", "buildah", "tmp", "logs")]
         for entry in doomed:
             shutil.rmtree(entry, ignore_errors=True)
