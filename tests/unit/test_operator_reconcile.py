@@ -161,8 +161,10 @@ class World:
         body = self.cluster.put("LLMDeployment", stored | {"metadata": metadata, "spec": stored["spec"] | spec})
         self.store.put(LLM_DEPLOYMENTS, body)
 
-    def add_pod(self, name: str, *, ready: bool = True) -> None:
-        metadata = {"namespace": "n", "name": name, "uid": name, "labels": {"tidegate.dev/deployment": "m"}}
+    def add_pod(self, name: str, *, ready: bool = True, replica_set: str = "m-abc") -> None:
+        labels = {"tidegate.dev/deployment": "m", "pod-template-hash": "abc"}
+        owner = {"kind": "ReplicaSet", "name": replica_set, "uid": "rs", "controller": True}
+        metadata = {"namespace": "n", "name": name, "uid": name, "labels": labels, "ownerReferences": [owner]}
         status = {
             "phase": "Running",
             "podIP": "10.0.0.1",
@@ -476,6 +478,18 @@ def test_an_object_may_post_a_burst_of_events_and_then_one_now_and_then() -> Non
     assert not budget.allows(KEY, SECONDS_PER_EVENT * 0.9)
     assert budget.allows(KEY, SECONDS_PER_EVENT)
     assert budget.allows(("n", "other"), 0.0)
+
+
+async def test_a_pod_that_only_carries_the_labels_is_neither_counted_nor_told_anything() -> None:
+    world = World()
+    world.add_pod("stray", replica_set="other-abc")
+    await world.run()
+    assert world.engines.told == []
+    assert world.cluster.stored("LLMDeployment")["status"]["readyReplicas"] == 0
+    world.add_pod("ours")
+    await world.run()
+    assert len(world.engines.told) == 1
+    assert world.cluster.stored("LLMDeployment")["status"]["readyReplicas"] == 1
 
 
 def test_refusals_of_the_api_server_are_told_apart() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 from tidegate_operator.resources import CHILDREN, DEPLOYMENTS, LLM_DEPLOYMENTS, PODS, key_of, slim
 from tidegate_operator.store import Store
 
+OWNER = {"kind": "ReplicaSet", "name": "m-abc", "uid": "o", "controller": True}
+
 
 def thing(name: str, version: int, **more: Any) -> dict[str, Any]:
     labels = {"tidegate.dev/deployment": more.pop("of", "m")}
@@ -78,7 +80,7 @@ def test_a_list_of_one_namespace_says_nothing_about_others() -> None:
 
 
 def test_only_what_is_needed_is_kept_of_a_pod() -> None:
-    body = thing("a", 1, managedFields=[{"big": 1}], ownerReferences=[{"uid": "o", "controller": True}]) | {
+    body = thing("a", 1, managedFields=[{"big": 1}], ownerReferences=[OWNER]) | {
         "spec": {"nodeName": "n", "containers": [{}]},
         "status": {"podIP": "10.0.0.1", "hostIPs": []},
     }
@@ -86,6 +88,7 @@ def test_only_what_is_needed_is_kept_of_a_pod() -> None:
     assert kept["spec"] == {"nodeName": "n"}
     assert kept["status"] == {"podIP": "10.0.0.1"}
     assert kept["metadata"]["owner"] == "o"
+    assert kept["metadata"]["replicaSet"] == "m-abc"
     assert "managedFields" not in kept["metadata"]
 
 

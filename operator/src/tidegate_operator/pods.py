@@ -42,6 +42,12 @@ def is_finished(pod: Manifest) -> bool:
     return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
 
 
+def is_made_by(deployment: str, pod: Manifest) -> bool:
+    """Whether the pod comes from the Deployment: one that only carries the labels is neither counted nor asked."""
+    metadata = pod["metadata"]
+    return bool(metadata.get("replicaSet") == f"{deployment}-{metadata.get('labels', {}).get(TEMPLATE_HASH_LABEL)}")
+
+
 def replica_of(pod: Manifest, *, newest_hash: str | None) -> Replica:
     """Classify one pod. `newest_hash` is the template hash of the Deployment's newest template, None when unknown."""
     metadata, status = pod["metadata"], pod.get("status", {})

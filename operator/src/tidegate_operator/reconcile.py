@@ -26,6 +26,7 @@ from tidegate_operator.pods import (
     DELETION_COST,
     deletion_costs,
     is_finished,
+    is_made_by,
     newest_template_hash,
     replica_of,
     rollout_in_progress,
@@ -235,7 +236,7 @@ class Reconciler:
     async def _observe(self, target: Target, *, now: float) -> Observation:
         key = (target.namespace, target.name)
         deployment = self._own_deployment(target)
-        pods = [pod for pod in self._store.pods_of(key) if not is_finished(pod)]
+        pods = [pod for pod in self._store.pods_of(key) if is_made_by(target.name, pod) and not is_finished(pod)]
         newest = newest_template_hash(deployment, pods)
         replicas = tuple(replica_of(pod, newest_hash=newest) for pod in pods)
         ready = [replica for replica in replicas if can_be_asked(replica)]

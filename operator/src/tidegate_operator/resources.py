@@ -70,6 +70,8 @@ def slim(resource: Resource, body: Manifest) -> Manifest:
     small: dict[str, Any] = {name: metadata[name] for name in _METADATA if name in metadata}
     small["labels"] = metadata.get("labels") or {}
     small["owner"] = controller_uid(body)
+    if resource is PODS:
+        small["replicaSet"] = _replica_set(body)
     result: dict[str, Any] = {"metadata": small}
     for part, names in _KEPT.get(resource.kind, {}).items():
         values = body.get(part) or {}
@@ -81,6 +83,19 @@ def controller_uid(body: Manifest) -> str | None:
     """Uid of the object's controlling owner."""
     references = body["metadata"].get("ownerReferences") or ()
     return next((reference["uid"] for reference in references if reference.get("controller")), None)
+
+
+def _replica_set(body: Manifest) -> str | None:
+    """Name of the ReplicaSet that controls a pod."""
+    references = body["metadata"].get("ownerReferences") or ()
+    return next(
+        (
+            reference["name"]
+            for reference in references
+            if reference.get("controller") and reference["kind"] == "ReplicaSet"
+        ),
+        None,
+    )
 
 
 def key_of(resource: Resource, body: Manifest) -> Key | None:
