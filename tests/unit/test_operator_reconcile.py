@@ -480,8 +480,7 @@ def test_an_object_may_post_a_burst_of_events_and_then_one_now_and_then() -> Non
     assert budget.allows(("n", "other"), 0.0)
 
 
-async def test_a_pod_that_only_carries_the_labels_is_neither_counted_nor_told_anything() -> None:
-    world = World()
+async def test_a_pod_that_only_carries_the_labels_is_neither_counted_nor_told_anything(world: World) -> None:
     world.add_pod("stray", replica_set="other-abc")
     await world.run()
     assert world.engines.told == []
