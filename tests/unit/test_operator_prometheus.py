@@ -18,6 +18,7 @@ from tidegate_operator.demand import MIN_SCRAPES, TERMS, WINDOW_SECONDS, Measure
 from tidegate_operator.observation import MetricsState
 from tidegate_operator.prometheus import (
     AGE,
+    MAX_ANSWER_BYTES,
     QUERY_TIMEOUT_SECONDS,
     SCRAPES,
     TERM_LABEL,
@@ -106,6 +107,34 @@ async def test_a_server_that_never_answers_holds_up_nobody_for_long() -> None:
         source.close()
         server.close()
     assert all((answer.error or "").startswith(f"PrometheusError: {url}") for answer in answers)
+
+
+async def test_an_answer_without_an_end_is_cut_off_and_told() -> None:
+    sent = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        try:
+            while sent < MAX_ANSWER_BYTES * 8:
+                writer.write(b" " * 65536)
+                sent += 65536
+                await writer.drain()
+        except ConnectionError:
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    source = PrometheusSource()
+    try:
+        measured = await source.measure(url, namespace="n", name="m", now=1.0)
+    finally:
+        source.close()
+        server.close()
+    assert measured.error == f"PrometheusError: {url}: an answer without an end"
+    assert sent < MAX_ANSWER_BYTES * 4
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from tidegate_operator.demand import PREFIX, TERMS, WINDOW_SECONDS, Kind, Measur
 QUERY_TIMEOUT_SECONDS = 5
 LONGEST_WAIT_SECONDS = 15.0
 THREADS = 2
+MAX_ANSWER_BYTES = 16 << 20
+"""The address is the choice of whoever made the object: an answer without an end must not fill the memory."""
 PAUSE_SECONDS = 8.0
 """A server that failed is left alone for so long: a thousand objects must not queue up before a dead one."""
 TERM_LABEL = "tidegate_term"
@@ -117,6 +119,7 @@ class PrometheusSource:
 
     def _query(self, url: str, query: str) -> list[dict[str, Any]]:
         # Imported late: it costs memory and time that only objects with a Prometheus need.
+        import requests
         from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
 
         self._raise_if_paused(url)
@@ -124,7 +127,12 @@ class PrometheusSource:
         if url not in clients:
             from urllib3.util.retry import Retry
 
-            clients[url] = PrometheusConnect(url=url.rstrip("/"), timeout=QUERY_TIMEOUT_SECONDS, retry=Retry(total=0))
+            session = requests.Session()
+            session.hooks["response"].append(_read_bounded)
+            session.stream = True
+            clients[url] = PrometheusConnect(
+                url=url.rstrip("/"), timeout=QUERY_TIMEOUT_SECONDS, retry=Retry(total=0), session=session
+            )
         try:
             result: list[dict[str, Any]] = clients[url].custom_query(query)
         except PrometheusApiClientException as error:
@@ -132,6 +140,18 @@ class PrometheusSource:
             code = re.search(r"HTTP Status Code (\d+)", str(error))
             raise ValueError(f"HTTP {code.group(1)}" if code else "an answer that is not Prometheus'") from error
         return result
+
+
+def _read_bounded(response: Any, *_: object, **__: object) -> None:
+    """Read the body here, not in the library, which would take whatever comes for as long as it comes."""
+    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+    body = bytearray()
+    while part := response.raw.read1(1 << 16, decode_content=True):
+        body += part
+        if len(body) > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+            response.close()
+            raise ValueError("an answer without an end")
+    response._content = bytes(body)
 
 
 def _sentence(error: Exception) -> str:
