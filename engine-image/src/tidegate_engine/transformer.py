@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.reference import (
     Cache,
     Ragged,
     add_rms_norm,
-    linear,
-    pack_weight,
     paged_attention,
     rms_norm,
     rope,
@@ -26,6 +23,7 @@ from tidegate_kernels.reference import (
     silu_mul,
     store_kv,
 )
+from tidegate_kernels.weight import Dense, Weight, concat_rows, gather_rows, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,12 @@ class Layer:
     """One block's parameters, those that are multiplied with the same rows fused."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    attention_output: Tensor
+    attention_output: Weight
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +62,34 @@ class Decoder:
     """Parameters ready for `forward`."""
 
     config: DecoderConfig
-    embedding: Tensor
+    embedding: Weight
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Tensor
+    head: Weight
     cos: Tensor
     sin: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        """What activations are computed in; weights may be held in another precision."""
+        return self.norm.dtype
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """All matrices that are held, each once: a tied head is among them where it has a layout of its own."""
+        matrices = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.attention_output, layer.gate_up, layer.down]
+        return tuple(matrices)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, counted once; a packed copy of a tied embedding is not among them."""
-        shapes = parameter_shapes(self.config)
-        return sum(prod(shape) for shape in shapes.values()) * self.embedding.element_size()
+        """Bytes of all parameters in memory, scales of quantised ones among them."""
+        vectors = [self.norm]
+        for layer in self.layers:
+            vectors += [layer.attention_norm, layer.mlp_norm]
+            vectors += [] if layer.qkv_bias is None else [layer.qkv_bias]
+        return sum(weight.size_bytes for weight in self.weights) + sum(vector.nbytes for vector in vectors)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -109,11 +119,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def build_decoder(config: DecoderConfig, parameters: dict[str, Tensor]) -> Decoder:
+def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decoder:
     """Fuse and pack `parameters`, which are those of `parameter_shapes`; the dictionary is emptied on the way.
 
     Emptied, so that no second copy of the weights is held. Each parameter is used exactly once: a KeyError means that
-    one is missing, a ValueError that one is left over.
+    one is missing, a ValueError that one is left over. Norms and biases are `Dense`, all of one type, in which
+    activations are computed; the matrices may be of any kind.
     """
     take = parameters.pop
     layers = []
@@ -121,20 +132,20 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Tensor]) -> Decod
         prefix = f"layers.{index}."
         layers.append(
             Layer(
-                attention_norm=take(prefix + "attention_norm"),
-                qkv=pack_weight(torch.cat([take(prefix + name) for name in ("q", "k", "v")])),
-                qkv_bias=torch.cat([take(prefix + name) for name in ("q_bias", "k_bias", "v_bias")])
+                attention_norm=_vector(take(prefix + "attention_norm")),
+                qkv=concat_rows([take(prefix + name) for name in ("q", "k", "v")]).laid_out(),
+                qkv_bias=torch.cat([_vector(take(prefix + name)) for name in ("q_bias", "k_bias", "v_bias")])
                 if config.qkv_bias
                 else None,
-                attention_output=pack_weight(take(prefix + "attention_output")),
-                mlp_norm=take(prefix + "mlp_norm"),
-                gate_up=pack_weight(torch.cat([take(prefix + name) for name in ("gate", "up")])),
-                down=pack_weight(take(prefix + "down")),
+                attention_output=take(prefix + "attention_output").laid_out(),
+                mlp_norm=_vector(take(prefix + "mlp_norm")),
+                gate_up=concat_rows([take(prefix + name) for name in ("gate", "up")]).laid_out(),
+                down=take(prefix + "down").laid_out(),
             )
         )
     embedding = take("embedding")
-    norm = take("norm")
-    head = pack_weight(embedding if config.tied_head else take("head"))
+    norm = _vector(take("norm"))
+    head = (embedding if config.tied_head else take("head")).laid_out()
     if parameters:
         raise ValueError(f"parameters that the decoder has no use for: {', '.join(sorted(parameters))}")
     cos, sin = rope_tables(torch.arange(config.context_tokens), size=config.head_size, base=config.rope_base)
@@ -144,9 +155,15 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Tensor]) -> Decod
         layers=tuple(layers),
         norm=norm,
         head=head,
-        cos=cos.to(embedding.dtype),
-        sin=sin.to(embedding.dtype),
+        cos=cos.to(norm.dtype),
+        sin=sin.to(norm.dtype),
     )
+
+
+def _vector(parameter: Weight) -> Tensor:
+    if not isinstance(parameter, Dense):
+        raise TypeError(f"a norm or a bias is in {parameter.precision}; it is used as it is, and must not be quantised")
+    return parameter.values
 
 
 def new_kv_pool(config: DecoderConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -178,7 +195,7 @@ def forward(
     scale = config.head_size**-0.5
     tokens = token_ids.shape[0]
     cos, sin = decoder.cos[batch.positions], decoder.sin[batch.positions]
-    residual = F.embedding(token_ids, decoder.embedding)
+    residual = gather_rows(decoder.embedding, token_ids, dtype=decoder.dtype)
     x = rms_norm(residual, decoder.layers[0].attention_norm, eps=config.norm_eps)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
     for layer, cache, next_norm in zip(decoder.layers, caches, next_norms, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+from tidegate_kernels.weight import Dense, Weight
 
 MAX_CONTEXT_TOKENS = 1 << 20
 """Tables are made for the whole context; a damaged file may claim any."""
@@ -50,7 +51,7 @@ _LAYER_NAMES = {
 }
 
 
-def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[str, Tensor]]:
+def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[str, Weight]]:
     """Configuration and parameters (as `parameter_shapes` names them, in `dtype`) of a file; raises ModelError."""
     file = read_header(path)
     config = read_config(file)
@@ -64,13 +65,13 @@ def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[st
         if (found := file.tensors[file_name].shape) != shapes[name]:
             raise file.invalid(f"has {file_name} in the shape {found}; expected is {shapes[name]}")
     permuted_qk = ARCHITECTURES[_architecture(file)].permuted_qk
-    parameters: dict[str, Tensor] = {}
+    parameters: dict[str, Weight] = {}
     with map_file(path) as data:
         for file_name, name in names.items():
             values = _read_tensor(file, file.tensors[file_name], data)
             if permuted_qk and name.endswith((".q", ".k")):
                 values = unpermute(values, heads=config.heads if name.endswith(".q") else config.kv_heads)
-            parameters[name] = values.to(dtype)
+            parameters[name] = Dense(values.to(dtype))
     return config, parameters
 
 

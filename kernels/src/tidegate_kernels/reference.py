@@ -11,27 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_ROWS = 64
-"""Rows that packed weights are laid out for: 1.4 times as fast as unpacked at 8 rows, equal at 1 and at 128."""
 FP8_MAX = 448.0
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` in the layout that `linear` multiplies fastest; the same tensor where there is none."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        return packed
-    return weight
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; `weight` as it was loaded, or from `pack_weight`."""
-    if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -98,14 +98,6 @@ def test_fp8_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_a
     assert (output - exact).norm() / exact.norm() < 0.06
 
 
-def test_packed_weights_give_the_same_product_for_any_number_of_rows() -> None:
-    weight, bias = torch.randn(48, 32), torch.randn(48)
-    packed = reference.pack_weight(weight)
-    for rows in (1, 2, 7, 64, 200):
-        x = torch.randn(rows, 32)
-        torch.testing.assert_close(reference.linear(x, packed, bias), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
-
-
 def test_rms_norm_divides_by_the_root_of_the_mean_square_after_adding_the_residual() -> None:
     x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     total = x + residual
