@@ -77,13 +77,13 @@ class TorchRunner:
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=dtype)
-        self._caches = layer_caches(self._pool)
+        self._caches = layer_caches(config, self._pool)
         self._entropy = secrets.token_bytes(16)
         weights_done = time.monotonic()
         self._info = ModelInfo(
             name=options.name or str(header.metadata.get("general.name", path.stem)),
-            layers=config.layers,
-            kv_heads=config.kv_heads,
+            layers=len(config.layers),
+            kv_heads=max(layer.kv_heads for layer in config.layers),
             head_size=config.head_size,
             vocab_size=config.vocab_size,
             max_model_len=_context_tokens(config, options.max_model_len),
@@ -158,7 +158,8 @@ class TorchRunner:
             if (end := item.start + item.count) % size > 0 and end % size <= item.count
         ]
         if begun:
-            self._pool[:, :, begun] = 0
+            for part in self._pool:
+                part[:, :, begun] = 0
 
     def _warm_up(self) -> None:
         """The first calls allocate buffers and choose algorithms; their result is thrown away."""
@@ -171,7 +172,8 @@ class TorchRunner:
                 for index in range(sequences)
             )
             self.run(Step(0, items, 0))
-        self._pool[:, :, : max(blocks) + 1] = 0
+        for part in self._pool:
+            part[:, :, : max(blocks) + 1] = 0
 
 
 def _check_memory(config: DecoderConfig, dtype: torch.dtype, available_bytes: int) -> None:
@@ -197,7 +199,7 @@ def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dt
 
 
 def _kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
+    return config.kv_token_values * dtype.itemsize
 
 
 def _context_tokens(config: DecoderConfig, wanted: int | None) -> int:

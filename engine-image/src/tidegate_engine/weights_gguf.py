@@ -14,7 +14,8 @@ from gguf import quants
 from torch import Tensor
 
 from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
-from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+from tidegate_engine.rope import Rope
+from tidegate_engine.transformer import DecoderConfig, LayerConfig, parameter_shapes
 from tidegate_kernels.weight import Dense, Weight
 
 MAX_CONTEXT_TOKENS = 1 << 20
@@ -70,7 +71,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[st
         for file_name, name in names.items():
             values = _read_tensor(file, file.tensors[file_name], data)
             if permuted_qk and name.endswith((".q", ".k")):
-                values = unpermute(values, heads=config.heads if name.endswith(".q") else config.kv_heads)
+                values = unpermute(
+                    values, heads=config.layers[0].heads if name.endswith(".q") else config.layers[0].kv_heads
+                )
             parameters[name] = Dense(values.to(dtype))
     return config, parameters
 
@@ -100,16 +103,13 @@ def read_config(file: GgufFile) -> DecoderConfig:
     if layers > len(file.tensors):
         raise file.invalid(f"is damaged: it claims {layers} layers and has {len(file.tensors)} tensors")
     return DecoderConfig(
-        layers=layers,
+        layers=(LayerConfig(heads=heads, kv_heads=kv_heads, inner=metadata.whole("feed_forward_length")),) * layers,
         hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
         head_size=head_size,
-        inner=metadata.whole("feed_forward_length"),
         vocab_size=embedding.shape[0],
         context_tokens=min(metadata.whole("context_length"), MAX_CONTEXT_TOKENS),
         norm_eps=metadata.real("attention.layer_norm_rms_epsilon"),
-        rope_base=metadata.real("rope.freq_base", default=10_000.0),
+        ropes=(Rope(metadata.real("rope.freq_base", default=10_000.0)),),
         tied_head=_NAMES["head"] not in file.tensors,
         qkv_bias=ARCHITECTURES[architecture].qkv_bias,
     )
