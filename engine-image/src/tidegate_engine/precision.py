@@ -1,6 +1,6 @@
 """Which precision each kind of parameter and the KV cache is held in: what users write, parsed.
 
-No torch: the command line checks its flags with this. `quantize` makes weights what is said here; `kv_pool` the cache.
+No torch: the command line checks its flags with this. `quantize` makes weights what is said here.
 """
 
 import re

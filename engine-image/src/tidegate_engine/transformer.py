@@ -312,22 +312,40 @@ def _vector(parameter: Weight) -> Tensor:
 def new_kv_pool(config: DecoderConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The paged cache: `[layers, 2, blocks, kv heads, block tokens, head size]` for each number of kv heads there is.
 
-    Zeros, since memory that was never written may hold NaN, and zero times NaN is NaN; but pages that the kernel zeroes
-    on first use, so that memory is taken only by blocks that were used.
+    Of a quantised one (FP8, INT8) the scales follow, one tensor for each of these without the head size. Zeros, since
+    memory that was never written may hold NaN, and zero times NaN is NaN; but pages that the kernel zeroes on first
+    use, so that memory is taken only by blocks that were used.
     """
-    pool = []
-    for kv_heads, layers in _layers_by_kv_heads(config).items():
-        shape = (len(layers), 2, blocks, kv_heads, block_tokens, config.head_size)
-        memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pool.append(torch.frombuffer(memory, dtype=dtype).view(shape))
+    shapes = [
+        (len(layers), 2, blocks, kv_heads, block_tokens, config.head_size)
+        for kv_heads, layers in _layers_by_kv_heads(config).items()
+    ]
+    pool = [_zero_pages(shape, dtype) for shape in shapes]
+    if dtype.itemsize == 1:
+        pool += [_zero_pages(shape[:-1], torch.float32) for shape in shapes]
     return tuple(pool)
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token in `new_kv_pool`, scales among them."""
+    values = config.kv_token_values
+    return values * dtype.itemsize + (values // config.head_size * 4 if dtype.itemsize == 1 else 0)
 
 
 def layer_caches(config: DecoderConfig, pool: Sequence[Tensor]) -> tuple[Cache, ...]:
     """The layers' views of `new_kv_pool`."""
+    groups = list(_layers_by_kv_heads(config).values())
+    scaled = pool[len(groups) :] or (None,) * len(groups)
     caches: dict[int, Cache] = {}
-    for part, layers in zip(pool, _layers_by_kv_heads(config).values(), strict=True):
-        caches |= {index: Cache(own[0], own[1]) for index, own in zip(layers, part, strict=True)}
+    for part, scales, layers in zip(pool, scaled, groups, strict=False):
+        for place, index in enumerate(layers):
+            own, own_scales = part[place], (None, None) if scales is None else scales[place]
+            caches[index] = Cache(own[0], own[1], own_scales[0], own_scales[1])
     return tuple(caches[index] for index in range(len(config.layers)))
 
 

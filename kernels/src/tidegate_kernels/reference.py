@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
 from tidegate_kernels.weight import Weight, linear
 
-FP8_MAX = 448.0
+INT8_MAX = 127
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
 
@@ -281,9 +282,10 @@ def store_kv(key: Tensor, value: Tensor, cache: Cache, slots: Tensor) -> None:
 def _store(new: Tensor, cache: Tensor, scales: Tensor | None, place: tuple[Tensor, Tensor]) -> None:
     block, offset = place
     if scales is not None:
-        scale = new.float().abs().amax(dim=-1).clamp(min=1e-12) / FP8_MAX
-        scales[block, :, offset] = scale
-        new = (new.float() / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype)
+        scale = scales_of(new, largest=FP8_MAX if cache.dtype == FP8 else INT8_MAX)
+        scales[block, :, offset] = scale[..., 0]
+        new = new.float() / scale
+        new = to_fp8(new) if cache.dtype == FP8 else new.round_().to(cache.dtype)
     cache[block, :, offset] = new
 
 
@@ -350,8 +352,10 @@ def _attend_chunk(query: Tensor, cache: Cache, group: Group, rule: AttentionRule
 def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The cache's rows in the order asked for, as `[rows, block tokens, D]`."""
     blocks, heads, block_tokens, size = cache.shape
-    found = cache.view(blocks * heads, block_tokens * size).index_select(0, rows).view(-1, block_tokens, size)
+    flat = cache.view(blocks * heads, block_tokens * size)
     if scales is None:
-        return found
+        return flat.index_select(0, rows).view(-1, block_tokens, size)
+    codes = flat.view(torch.int8).index_select(0, rows).view(-1, block_tokens, size)
+    values = from_fp8(codes.view(FP8)) if cache.dtype == FP8 else codes.float()
     scale = scales.view(blocks * heads, block_tokens).index_select(0, rows)
-    return (found.float() * scale[..., None]).to(dtype)
+    return values.mul_(scale[..., None]).to(dtype)

@@ -90,8 +90,11 @@ def test_sequences_of_like_length_are_attended_in_one_call_and_unlike_ones_apart
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 3e3])
-def test_fp8_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_any_magnitude(magnitude: float) -> None:
-    cache = new_cache(dtype=torch.float8_e4m3fn, scaled=True)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float8_e4m3fn, 0.06), (torch.int8, 0.012)])
+def test_quantised_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_any_magnitude(
+    dtype: torch.dtype, error: float, magnitude: float
+) -> None:
+    cache = new_cache(dtype=dtype, scaled=True)
     generator = torch.Generator().manual_seed(1)
     key, value = (torch.randn(9, KV_HEADS, SIZE, generator=generator) * magnitude for _ in range(2))
     batch = ragged_batch([9], [9], [[3, 1, 2]], cache=cache)
@@ -99,7 +102,26 @@ def test_fp8_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_a
     query = torch.randn(9, HEADS, SIZE, generator=generator) / magnitude
     output = reference.paged_attention(query, cache, batch, AttentionRule(0.3))
     exact = torch.stack([attend_row(query[row], key[: row + 1], value[: row + 1], 0.3) for row in range(9)])
-    assert (output - exact).norm() / exact.norm() < 0.06
+    assert (output - exact).norm() / exact.norm() < error
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_quantised_cache_holds_the_nearest_numbers_under_the_largest_magnitude_of_each_token_and_head(
+    dtype: torch.dtype,
+) -> None:
+    cache = new_cache(dtype=dtype, scaled=True)
+    key = torch.randn(3, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(2))
+    key[1, 0] = 0
+    reference.store_kv(key, key, cache, torch.tensor([6, -1, 9]))
+    assert cache.key_scales is not None
+    largest = 448 if dtype == torch.float8_e4m3fn else 127
+    for row, (block, offset) in ((0, (1, 2)), (2, (2, 1))):
+        for head in range(KV_HEADS):
+            scale = key[row, head].abs().max() / largest
+            torch.testing.assert_close(cache.key_scales[block, head, offset], scale)
+            codes = (key[row, head] / scale).round() if dtype == torch.int8 else (key[row, head] / scale).to(dtype)
+            torch.testing.assert_close(cache.keys[block, head, offset].float(), codes.float(), atol=0, rtol=0)
+    assert cache.key_scales.count_nonzero() == 2 * KV_HEADS
 
 
 def test_rms_norm_divides_by_the_root_of_the_mean_square_after_adding_the_residual() -> None:
