@@ -5,7 +5,8 @@ No torch: the command line checks its flags with this. `quantize` makes weights 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 STORED = "stored"
 """As the checkpoint has it."""
@@ -44,6 +45,12 @@ CHECKPOINT_METHODS = {
 """vLLM's `--quantization` values that say how a checkpoint was quantised, and our name for it."""
 
 
+DEQUANTISED_FRACTION = 0.25
+"""Share of the available memory up to which a quantised checkpoint is dequantised, unless told otherwise: on the CPU
+products with whole numbers in memory are several times as fast as with packed ones."""
+_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
 class PrecisionError(ValueError):
     """A policy that cannot be followed: one sentence."""
 
@@ -53,7 +60,8 @@ class Precision:
     """A precision for each kind of matrix; what is not named is in `dtype`, as norms, biases and routers always are."""
 
     dtype: str = "float32"
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, str] | None = None
+    """None = left to `settled`."""
     layers: Mapping[int, str] = field(default_factory=dict)
     kv: str = "auto"
 
@@ -70,7 +78,7 @@ class Precision:
             kind = "lm_head"
         if path and path[0] == "layers" and (own := self.layers.get(int(path[1]))):
             return own
-        return self.kinds.get(kind, self.dtype)
+        return (self.kinds or {}).get(kind, self.dtype)
 
     @property
     def kv_dtype(self) -> str:
@@ -78,11 +86,65 @@ class Precision:
         return self.dtype if self.kv == "auto" else KV_NAMES.get(self.kv, self.kv)
 
 
+def settled(
+    precision: Precision,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_bytes: Mapping[str, int],
+    *,
+    tied_head: bool,
+    available_bytes: int,
+) -> Precision:
+    """The policy with nothing left open: matrices as they are stored where all in `dtype` would take much memory."""
+    if precision.kinds is not None:
+        return precision
+    dense = replace(precision, kinds={})
+    stored = replace(precision, kinds=dict.fromkeys(_PARAMETER_KINDS.values(), STORED))
+    needed = weight_bytes(dense, shapes, stored_bytes, tied_head=tied_head)
+    if needed <= DEQUANTISED_FRACTION * available_bytes:
+        return dense
+    return stored if weight_bytes(stored, shapes, stored_bytes, tied_head=tied_head) < needed else dense
+
+
+def weight_bytes(
+    precision: Precision, shapes: Mapping[str, tuple[int, ...]], stored_bytes: Mapping[str, int], *, tied_head: bool
+) -> int:
+    """Bytes of all parameters (names and shapes as the decoder has them) under a settled policy."""
+    total = 0
+    for name, shape in shapes.items():
+        wanted = precision.of(name, tied_head=tied_head) or precision.dtype
+        size = stored_bytes[name] if wanted == STORED else matrix_bytes(wanted, shape)
+        # In fp32 a tied head is laid out for the product beside the embedding.
+        total += 2 * size if name == "embedding" and tied_head and wanted == "float32" else size
+    return total
+
+
+def matrix_bytes(precision: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a matrix in a precision other than `stored`, scales among them; of a vector in one of floating point."""
+    values = prod(shape)
+    if size := _VALUE_BYTES.get(precision):
+        return values * size
+    rows, columns = values // shape[-1], shape[-1]
+    if precision in ("fp8", "int8"):
+        return values + 4 * rows
+    if precision == "fp8-block128":
+        return values + 4 * -(-rows // 128) * -(-columns // 128)
+    bits, group = grouping(precision, columns) or (4, DEFAULT_GROUPS[-1])
+    return values * bits // 8 + values // group * 4
+
+
+def grouping(precision: str, columns: int) -> tuple[int, int] | None:
+    """Bits and columns of a group for rows of so many columns; None where no group divides them."""
+    match = GROUPED.fullmatch(precision)
+    bits, groups = (int(match[1]), [int(match[2])]) if match else (4, list(DEFAULT_GROUPS))
+    fitting = [group for group in groups if columns % group == 0]
+    return (bits, fitting[0]) if fitting else None
+
+
 def parse_precision(text: str, *, dtype: str = "auto", kv: str = "auto") -> Precision:
     """A policy such as `{attn: bf16, mlp: int8, lm_head: bf16, kv: fp8, layers: {0: bf16}}`, or one name for all.
 
-    A single name is that of attention's and the MLPs' matrices; embedding and head stay in `dtype`, which small models
-    need, unless it is `stored`. Raises PrecisionError.
+    A quantised one alone is that of attention's and the MLPs' matrices: embedding and head, which suffer most, stay in
+    `dtype`. Raises PrecisionError.
     """
     known_dtype = DTYPES.get(dtype)
     if known_dtype is None:
@@ -92,7 +154,8 @@ def parse_precision(text: str, *, dtype: str = "auto", kv: str = "auto") -> Prec
         return Precision(dtype=known_dtype, kv=_checked_kv(kv))
     if not any(mark in text for mark in ":={"):
         name = _checked(text)
-        kinds = {"attn": name, "mlp": name} | ({"lm_head": name, "embed": name} if name == STORED else {})
+        whole = name == STORED or name in _VALUE_BYTES
+        kinds = dict.fromkeys(("attn", "mlp", "lm_head", "embed") if whole else ("attn", "mlp"), name)
         return Precision(dtype=known_dtype, kinds=_spread(kinds), kv=_checked_kv(kv))
     parsed = _parse_mapping(text)
     layers = parsed.pop("layers", {})

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tidegate_engine.precision import DEFAULT_GROUPS, GROUPED, STORED
+from tidegate_engine.precision import STORED, grouping
 from tidegate_engine.weights import ModelError
 from tidegate_kernels.quantised import (
     FP8_BLOCK,
@@ -65,17 +65,11 @@ def _quantiser(name: str, columns: int, wanted: str) -> Callable[[Tensor], Weigh
             return quantise_fp8_blocks
         case "int8":
             return quantise_int8
-        case "int4":
-            bits, groups = 4, list(DEFAULT_GROUPS)
-        case _:
-            match = GROUPED.fullmatch(wanted)
-            if match is None:
-                raise ValueError(f"{wanted} is no precision")
-            bits, groups = int(match[1]), [int(match[2])]
-    for group in groups:
-        if columns % group == 0:
-            return partial(quantise_groups, bits=bits, group=group)
-    sizes = " or ".join(map(str, groups))
-    raise ModelError(
-        "PrecisionUnsupported", f"{name} has {columns} columns, which groups of {sizes} do not divide; choose another"
-    )
+    groups = grouping(wanted, columns)
+    if groups is None:
+        raise ModelError(
+            "PrecisionUnsupported",
+            f"{name} has {columns} columns, which the groups of {wanted} do not divide; choose other groups",
+        )
+    bits, group = groups
+    return partial(quantise_groups, bits=bits, group=group)

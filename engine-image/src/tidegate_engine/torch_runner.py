@@ -13,14 +13,14 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.gguf_file import read_header
+from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import sample
@@ -29,15 +29,23 @@ from tidegate_engine.transformer import (
     DecoderConfig,
     build_decoder,
     forward,
+    kv_token_bytes,
     layer_caches,
     new_kv_pool,
     parameter_shapes,
 )
 from tidegate_engine.weights import ModelError, eos_token_ids, find_model_file
-from tidegate_engine.weights_gguf import load_gguf, read_config
+from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
 from tidegate_kernels.reference import ragged_batch
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""Of activations and of the KV cache, as `precision` names them."""
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left beside the weights that the cache may take; activations and the server need the rest."""
 MAX_KV_BYTES = 4 << 30
@@ -51,7 +59,7 @@ class TorchOptions:
     """How a model is run. None = as much as the model and the memory allow."""
 
     name: str | None = None
-    dtype: str = "auto"
+    precision: Precision = field(default_factory=Precision)
     block_tokens: int = 16
     kv_blocks: int | None = None
     max_model_len: int | None = None
@@ -66,17 +74,17 @@ class TorchRunner:
         started = time.monotonic()
         path = find_model_file(model_path)
         header = read_header(path)
-        dtype = DTYPES[options.dtype]
         self._threads = options.threads or Machine().cpus()
         self._threads_set_in: int | None = None
         config = read_config(header)
-        _check_memory(config, dtype, Machine().available_bytes())
-        config, parameters = load_gguf(path, dtype=dtype)
+        precision = _settle(options.precision, config, stored_bytes(header))
+        config, parameters = load_gguf(path, dtype=DTYPES[precision.dtype], precision=precision)
         self._decoder = build_decoder(config, parameters)
-        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, dtype)
+        kv_dtype = DTYPES[precision.kv_dtype]
+        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
-        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=dtype)
+        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
         self._entropy = secrets.token_bytes(16)
         weights_done = time.monotonic()
@@ -87,10 +95,10 @@ class TorchRunner:
             head_size=config.head_size,
             vocab_size=config.vocab_size,
             max_model_len=_context_tokens(config, options.max_model_len),
-            weight_dtype=str(dtype).removeprefix("torch."),
-            kv_dtype=str(dtype).removeprefix("torch."),
+            weight_dtype=self._decoder.weight_precision,
+            kv_dtype=precision.kv_dtype,
             weight_bytes=self._decoder.weight_bytes,
-            kv_token_bytes=_kv_token_bytes(config, dtype),
+            kv_token_bytes=kv_token_bytes(config, kv_dtype),
             kv_blocks=blocks,
             block_tokens=options.block_tokens,
             gpu_product=None,
@@ -176,17 +184,23 @@ class TorchRunner:
             part[:, :, : max(blocks) + 1] = 0
 
 
-def _check_memory(config: DecoderConfig, dtype: torch.dtype, available_bytes: int) -> None:
-    needed = sum(prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
-    if needed > available_bytes:
+def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:
+    """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
+    shapes, available = parameter_shapes(config), Machine().available_bytes()
+    precision = settled(precision, shapes, stored, tied_head=config.tied_head, available_bytes=available)
+    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head)
+    if needed > available:
+        least = weight_bytes(parse_precision("int4", dtype=precision.dtype), shapes, stored, tied_head=config.tied_head)
         raise ModelError(
             "ModelTooLarge",
-            f"the weights take {needed / 2**20:.0f} MiB as {dtype}; available are {available_bytes / 2**20:.0f} MiB",
+            f"the weights take {needed / 2**20:.0f} MiB in the precision asked for; available are "
+            f"{available / 2**20:.0f} MiB, and --precision int4 takes {least / 2**20:.0f} MiB",
         )
+    return precision
 
 
 def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype) -> int:
-    block_bytes = _kv_token_bytes(config, dtype) * block_tokens
+    block_bytes = kv_token_bytes(config, dtype) * block_tokens
     available = Machine().available_bytes()
     blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:
@@ -196,10 +210,6 @@ def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dt
             f"a block of {block_tokens} tokens takes {block_bytes / 2**20:.1f} MiB",
         )
     return blocks
-
-
-def _kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return config.kv_token_values * dtype.itemsize
 
 
 def _context_tokens(config: DecoderConfig, wanted: int | None) -> int:

@@ -5,6 +5,7 @@ Owns the parameters' names and shapes and the forward pass over a ragged batch. 
 """
 
 import mmap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -166,6 +167,14 @@ class Decoder:
         for layer in self.layers:
             matrices += [layer.qkv, layer.attention_output, *layer.mlp.weights]
         return tuple(matrices)
+
+    @property
+    def weight_precision(self) -> str:
+        """What the matrices are held in, that of the most bytes first: `int4-g64+float32`."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[weight.precision] += weight.size_bytes
+        return "+".join(dict.fromkeys(part for name, _ in sizes.most_common() for part in name.split("+")))
 
     @property
     def weight_bytes(self) -> int:

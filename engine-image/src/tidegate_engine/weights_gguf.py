@@ -87,6 +87,12 @@ def load_gguf(
     return config, parameters
 
 
+def stored_bytes(file: GgufFile) -> dict[str, int]:
+    """Bytes in the file of each parameter, by our names; of those that the file has."""
+    names = {_file_name(name): name for name in parameter_shapes(read_config(file))}
+    return {names[entry.name]: entry.size_bytes for entry in file.tensors.values() if entry.name in names}
+
+
 def read_config(file: GgufFile) -> DecoderConfig:
     """The decoder that the file's metadata describe; raises ModelError."""
     architecture = _architecture(file)

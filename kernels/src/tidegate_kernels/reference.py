@@ -285,8 +285,8 @@ def _store(new: Tensor, cache: Tensor, scales: Tensor | None, place: tuple[Tenso
         scale = scales_of(new, largest=FP8_MAX if cache.dtype == FP8 else INT8_MAX)
         scales[block, :, offset] = scale[..., 0]
         new = new.float() / scale
-        new = to_fp8(new) if cache.dtype == FP8 else new.round_().to(cache.dtype)
-    cache[block, :, offset] = new
+        new = to_fp8(new) if cache.dtype == FP8 else new.round_()
+    cache[block, :, offset] = new.to(cache.dtype)
 
 
 def paged_attention(query: Tensor, cache: Cache, batch: Ragged, rule: AttentionRule) -> Tensor:
@@ -354,7 +354,7 @@ def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dty
     blocks, heads, block_tokens, size = cache.shape
     flat = cache.view(blocks * heads, block_tokens * size)
     if scales is None:
-        return flat.index_select(0, rows).view(-1, block_tokens, size)
+        return flat.index_select(0, rows).view(-1, block_tokens, size).to(dtype)
     codes = flat.view(torch.int8).index_select(0, rows).view(-1, block_tokens, size)
     values = from_fp8(codes.view(FP8)) if cache.dtype == FP8 else codes.float()
     scale = scales.view(blocks * heads, block_tokens).index_select(0, rows)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.precision import Precision
 from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -158,7 +159,9 @@ def test_the_facts_about_the_model_are_those_of_the_file(runner: TorchRunner) ->
 
 
 def test_bfloat16_halves_the_bytes_and_serves(tiny_model: Path, runner: TorchRunner) -> None:
-    half = TorchRunner(tiny_model, options=TorchOptions(dtype="bfloat16", kv_blocks=200, block_tokens=BLOCK))
+    half = TorchRunner(
+        tiny_model, options=TorchOptions(precision=Precision(dtype="bfloat16"), kv_blocks=200, block_tokens=BLOCK)
+    )
     assert half.info.weight_dtype == half.info.kv_dtype == "bfloat16"
     packed_head = 4 * half.info.vocab_size * 72  # in fp32 the tied head is laid out beside the embedding
     assert half.info.weight_bytes * 2 == runner.info.weight_bytes - packed_head
