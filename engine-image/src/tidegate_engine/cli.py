@@ -285,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="PATH", help="GGUF file, or a folder with one")
+    group.add_argument("--model", metavar="PATH", help="GGUF file, or a folder with one or with safetensors files")
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use; default: the file's"
     )

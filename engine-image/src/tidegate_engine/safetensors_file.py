@@ -4,18 +4,16 @@ No torch, and no meaning: the readers of weights give it one. Whatever is wrong 
 covered by its tensors without a hole or an overlap, and an index must name exactly the tensors that its files hold.
 """
 
-import json
 import mmap
 import os
 import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from tidegate_engine.weights import ModelError
+from tidegate_engine.weights import ModelError, parse_json_object, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -115,34 +113,9 @@ def map_files(checkpoint: SafetensorsCheckpoint) -> dict[Path, mmap.mmap]:
     return maps
 
 
-def parse_json_object(content: bytes, *, path: Path) -> dict[str, object]:
-    """A JSON object in which no key stands twice; raises ModelError."""
-
-    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise _invalid(path, f"is damaged: it names {twice!r:.200} twice")
-        return found
-
-    try:
-        parsed = json.loads(content.decode(), object_pairs_hook=unique)
-    except UnicodeDecodeError:
-        raise _invalid(path, "is damaged: its JSON is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"is damaged: its JSON cannot be read ({error})") from None
-    if not isinstance(parsed, dict):
-        raise _invalid(path, "is damaged: its JSON is no object")
-    return parsed
-
-
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     path = folder / INDEX_FILE
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ModelError("ModelNotFound", f"{path} cannot be read: {error.strerror}") from error
-    places = parse_json_object(content, path=path).get("weight_map")
+    places = read_json_object(path).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise _invalid(path, "is damaged: it has no weight_map")
     for file in places.values():

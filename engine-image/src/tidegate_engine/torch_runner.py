@@ -13,13 +13,13 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from tidegate_engine.cgroup import Machine
-from tidegate_engine.gguf_file import read_header
+from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
@@ -34,8 +34,7 @@ from tidegate_engine.transformer import (
     new_kv_pool,
     parameter_shapes,
 )
-from tidegate_engine.weights import ModelError, eos_token_ids, find_model_file
-from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
+from tidegate_engine.weights import ModelError
 from tidegate_kernels.reference import ragged_batch
 
 DTYPES = {
@@ -72,14 +71,14 @@ class TorchRunner:
     def __init__(self, model_path: Path | str, *, options: TorchOptions | None = None) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
-        path = find_model_file(model_path)
-        header = read_header(path)
+        checkpoint = open_checkpoint(model_path)
         self._threads = options.threads or Machine().cpus()
         self._threads_set_in: int | None = None
-        config = read_config(header)
-        precision = _settle(options.precision, config, stored_bytes(header))
-        config, parameters = load_gguf(path, dtype=DTYPES[precision.dtype], precision=precision)
-        self._decoder = build_decoder(config, parameters)
+        context = _context_tokens(checkpoint.config, options.max_model_len)
+        # Some models turn by frequencies that follow from the context that is served.
+        config = replace(checkpoint.config, context_tokens=context)
+        precision = _settle(options.precision, config, checkpoint.stored_bytes)
+        self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
         blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
         if blocks < 2:
@@ -89,12 +88,12 @@ class TorchRunner:
         self._entropy = secrets.token_bytes(16)
         weights_done = time.monotonic()
         self._info = ModelInfo(
-            name=options.name or str(header.metadata.get("general.name", path.stem)),
+            name=options.name or checkpoint.name,
             layers=len(config.layers),
             kv_heads=max(layer.kv_heads for layer in config.layers),
             head_size=config.head_size,
             vocab_size=config.vocab_size,
-            max_model_len=_context_tokens(config, options.max_model_len),
+            max_model_len=context,
             weight_dtype=self._decoder.weight_precision,
             kv_dtype=precision.kv_dtype,
             weight_bytes=self._decoder.weight_bytes,
@@ -103,7 +102,7 @@ class TorchRunner:
             block_tokens=options.block_tokens,
             gpu_product=None,
             gpu_count=0,
-            eos_token_ids=eos_token_ids(header.metadata),
+            eos_token_ids=checkpoint.eos_token_ids,
         )
         self._warm_up()
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}

@@ -34,7 +34,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_means_its_only_gguf_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"ModelNotFound: .* holds no \.gguf file"):
+    with pytest.raises(ModelError, match=r"ModelNotFound: .* holds no \.gguf file, nor config\.json"):
         find_model_file(tmp_path)
     (tmp_path / "a.gguf").touch()
     (tmp_path / "README").touch()
