@@ -13,6 +13,8 @@ from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, 
 
 MODELLED = ["serve", "--runner", "modelled", "--profile", "l4-llama-3.1-8b"]
 
+TORCH = ["serve", "--model", "/no/model.gguf"]
+
 
 @pytest.fixture
 def termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -36,6 +38,11 @@ def termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*MODELLED, "--port", "99999"], 2, "FlagsInvalid: argument --port"),
         ([*MODELLED, "--shutdown-timeout", "-1"], 2, "FlagsInvalid: argument --shutdown-timeout"),
         ([*MODELLED, "--config-dir", "/nowhere"], 2, "SettingsInvalid: /nowhere/settings.json cannot be read"),
+        ([*TORCH, "--precision", "int9"], 2, "FlagsInvalid: the precision 'int9' is unknown"),
+        ([*TORCH, "--kv-cache-dtype", "fp4"], 2, "FlagsInvalid: argument --kv-cache-dtype"),
+        ([*TORCH, "--dtype", "int8"], 2, "FlagsInvalid: argument --dtype"),
+        ([*TORCH, "--quantization", "bitsandbytes"], 2, "FlagsInvalid: --quantization bitsandbytes is not supported"),
+        ([*TORCH, "--quantization", "fp8", "--precision", "int8"], 2, "FlagsInvalid: --quantization and --precision"),
         (["bake"], 2, "FlagsInvalid: "),
     ],
 )

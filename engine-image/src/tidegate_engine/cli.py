@@ -16,6 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.precision import (
+    CHECKPOINT_METHODS,
+    DTYPES,
+    KV_DTYPES,
+    ONLINE_METHODS,
+    STORED,
+    Precision,
+    PrecisionError,
+    parse_precision,
+)
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
@@ -79,7 +89,8 @@ def _serve(args: argparse.Namespace) -> int:
     else:
         if args.model is None:
             raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
-        names, load = args.served_model_name or [Path(args.model).stem], lambda: _load_torch(args)
+        precision = _read_precision(args)
+        names, load = args.served_model_name or [Path(args.model).stem], lambda: _load_torch(args, precision)
     options = ServeOptions(
         host=args.host,
         port=args.port,
@@ -120,7 +131,7 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
     return LoadedModel(runner, ByteTokenizer(), on_idle=runner.rest)
 
 
-def _load_torch(args: argparse.Namespace) -> "LoadedModel":
+def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel":
     from tidegate_engine.serve import LoadedModel
     from tidegate_engine.weights import find_model_file
 
@@ -133,13 +144,29 @@ def _load_torch(args: argparse.Namespace) -> "LoadedModel":
             "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
         ) from error
     options = TorchOptions(
-        dtype=args.dtype,
+        precision=precision,
         block_tokens=args.block_size or 16,
         kv_blocks=args.num_gpu_blocks_override,
         max_model_len=args.max_model_len,
     )
     tokenizer = load_tokenizer(path)
     return LoadedModel(TorchRunner(path, options=options), tokenizer)
+
+
+def _read_precision(args: argparse.Namespace) -> Precision:
+    """The policy of --precision, --quantization, --dtype and --kv-cache-dtype together."""
+    text: str = args.precision
+    if args.quantization is not None:
+        if args.quantization not in (*ONLINE_METHODS, *CHECKPOINT_METHODS):
+            known = ", ".join((*ONLINE_METHODS, *CHECKPOINT_METHODS))
+            raise ConfigError("FlagsInvalid", f"--quantization {args.quantization} is not supported; known are {known}")
+        if text != "auto":
+            raise ConfigError("FlagsInvalid", "--quantization and --precision are two ways to say the same; give one")
+        text = ONLINE_METHODS.get(args.quantization, STORED)
+    try:
+        return parse_precision(text, dtype=args.dtype, kv=args.kv_cache_dtype)
+    except PrecisionError as error:
+        raise ConfigError("FlagsInvalid", str(error)) from error
 
 
 def _read_profile(args: argparse.Namespace) -> Profile:
@@ -258,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="PATH", help="GGUF file, or a folder with one")
+    group.add_argument("--model", metavar="PATH", help="GGUF file, or a folder with one or with safetensors files")
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use; default: the file's"
     )
@@ -268,12 +295,28 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
     group.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and arithmetic"
-    )
+        "--dtype", choices=tuple(DTYPES), default="auto", metavar="TYPE",
+        help="type of activations, and of weights whose precision is not given: float32 (auto), bfloat16, float16",
+    )  # fmt: skip
+    group.add_argument(
+        "--precision", default="auto", metavar="POLICY",
+        help="precision of the weights: a name (float32, bfloat16, float16, fp8, fp8-block128, int8, int4, int4-g64, "
+        "stored), or one for each kind of layer: '{attn: bf16, mlp: int8, lm_head: bf16, kv: fp8, layers: {0: bf16}}'; "
+        "auto is as stored where memory is short, and --dtype elsewhere",
+    )  # fmt: skip
+    group.add_argument(
+        "--quantization", metavar="METHOD",
+        help="for vLLM's users: fp8 and int8 quantise while loading; gguf, awq, gptq, mlx, compressed-tensors keep "
+        "what the checkpoint has",
+    )  # fmt: skip
 
 
 def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context; default: the model's")
+    group.add_argument(
+        "--kv-cache-dtype", choices=KV_DTYPES, default="auto", metavar="TYPE",
+        help="what the KV cache is held in: auto (as activations), bfloat16, float16, float32, fp8, int8",
+    )  # fmt: skip
     group.add_argument("--block-size", type=_positive, metavar="TOKENS", help="tokens of a KV block; default 16")
     group.add_argument("--num-gpu-blocks-override", type=_positive, metavar="N", help="KV blocks; default: what fits")
     group.add_argument(

@@ -1,10 +1,13 @@
-"""The model's own tokenizer, built from a GGUF file's metadata. Satisfies `completions.Tokenizer`.
+"""The model's own tokenizer, from a GGUF file's metadata or a folder's files. Satisfies `completions.Tokenizer`.
 
 No torch, no transformers. A vocabulary whose pre-tokeniser is unknown is refused: the text would look right and be cut
 wrong. The tokenizer of models without weights is `byte_tokenizer`.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -12,60 +15,71 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from tidegate_engine.chat import ChatTemplate, ChatTemplateError
 from tidegate_engine.gguf_file import GgufFile, read_header
-from tidegate_engine.weights import eos_token_ids, find_model_file
+from tidegate_engine.weights import (
+    CONFIG_FILE,
+    ModelError,
+    eos_token_ids,
+    find_model_file,
+    folder_eos_token_ids,
+    read_json_object,
+)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def load_tokenizer(path: Path | str) -> "ModelTokenizer":
-    """The tokenizer in a model file (or in the only one of a folder); raises ModelError."""
-    return ModelTokenizer(read_header(find_model_file(path)))
+    """The tokenizer of the model that `path` names (see `find_model_file`); raises ModelError."""
+    found = find_model_file(path)
+    return ModelTokenizer(_parts_of_folder(found) if found.is_dir() else _parts_of_gguf(read_header(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a model's files say about its tokenizer."""
+
+    tokenizer: Tokenizer
+    pieces: Sequence[bytes]
+    """The bytes that each token adds to a text."""
+    special_ids: frozenset[int]
+    bos_id: int | None
+    """What goes before a text, where the tokenizer itself does not put it there."""
+    eos_token_ids: tuple[int, ...]
+    template: ChatTemplate | None
 
 
 class ModelTokenizer:
-    """Byte-level BPE. Special tokens' names in a text are read as these tokens."""
+    """A model's vocabulary and its chat template. Special tokens' names in a text are read as these tokens."""
 
-    def __init__(self, file: GgufFile) -> None:
-        metadata = file.metadata
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise file.invalid(f"has a tokenizer of the kind {kind}; supported is gpt2 (byte-level BPE)")
-        tokens, types = _texts(file, "tokens"), _types(file)
-        if len(types) != len(tokens):
-            raise file.invalid(f"is damaged: it has {len(tokens)} tokens and {len(types)} token types")
-        self._tokenizer = _byte_level_bpe(file, tokens)
-        special = [index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
-        self._special_ids = frozenset(special)
-        self._tokenizer.add_special_tokens([AddedToken(tokens[index], special=True) for index in special])
-        self._tokenizer.add_tokens(
-            [AddedToken(tokens[index], normalized=False) for index, kind in enumerate(types) if kind == _USER_DEFINED]
-        )
-        if self._tokenizer.get_vocab_size() != len(tokens):
-            raise file.invalid("is damaged: its vocabulary has a token twice")
-        self._bytes = [
-            _bytes_of(token, is_text=kind == _USER_DEFINED) for token, kind in zip(tokens, types, strict=True)
-        ]
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
-        self._bos_id = bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", False) else None
-        self.vocab_size = len(tokens)
-        self.eos_token_ids = eos_token_ids(metadata)
-        self._template = _template(file, tokens)
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._tokenizer = parts.tokenizer
+        self._pieces = parts.pieces
+        self._special_ids = parts.special_ids
+        self._bos_id = parts.bos_id
+        self._template = parts.template
+        self.vocab_size = len(parts.pieces)
+        self.eos_token_ids = parts.eos_token_ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; with a leading BOS when the model wants one and `add_special` is true."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return [self._bos_id, *ids] if add_special and self._bos_id is not None else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to the text; empty for special tokens."""
-        return b"" if token_id in self._special_ids else self._bytes[token_id]
+        """The bytes that the token adds to the text; none for special tokens, nor for numbers beyond the vocabulary.
+
+        Models may have more rows than their tokenizer has tokens.
+        """
+        if token_id in self._special_ids or token_id >= self.vocab_size:
+            return b""
+        return self._pieces[token_id]
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The conversation by the model's template; raises ChatTemplateError, a ValueError."""
@@ -76,6 +90,122 @@ class ModelTokenizer:
     def chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Ids of a conversation, ending where the answer begins. Templates spell out BOS, so none is added."""
         return self.encode(self.render_chat(messages), add_special=False)
+
+
+def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
+    metadata = file.metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise file.invalid(f"has a tokenizer of the kind {kind}; supported is gpt2 (byte-level BPE)")
+    tokens, types = _texts(file, "tokens"), _types(file)
+    if len(types) != len(tokens):
+        raise file.invalid(f"is damaged: it has {len(tokens)} tokens and {len(types)} token types")
+    tokenizer = _byte_level_bpe(file, tokens)
+    special = [index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(tokens[index], special=True) for index in special])
+    tokenizer.add_tokens(
+        [AddedToken(tokens[index], normalized=False) for index, kind in enumerate(types) if kind == _USER_DEFINED]
+    )
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise file.invalid("is damaged: its vocabulary has a token twice")
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    return TokenizerParts(
+        tokenizer=tokenizer,
+        pieces=[_bytes_of(token, is_text=kind == _USER_DEFINED) for token, kind in zip(tokens, types, strict=True)],
+        special_ids=frozenset(special),
+        bos_id=bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", False) else None,
+        eos_token_ids=eos_token_ids(metadata),
+        template=_template(file, tokens),
+    )
+
+
+def _parts_of_folder(folder: Path) -> TokenizerParts:
+    """From `tokenizer.json`, which says all of how texts are cut; the template lies beside it."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError("ModelInvalid", f"the folder {folder} holds no tokenizer.json; other tokenizers are not read")
+    description = read_json_object(path)
+    config = read_json_object(folder / CONFIG_FILE)
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size", config.get("vocab_size"))
+    found = description.get("added_tokens")
+    added = [token for token in found if isinstance(token, dict)] if isinstance(found, list) else []
+    if isinstance(rows, int):
+        # A text must not become a token that the model has no row for.
+        added = [token for token in added if _token_id(token) < rows]
+        description["added_tokens"] = added
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(description))
+    except Exception as error:  # the bindings raise nothing narrower
+        raise ModelError("ModelInvalid", f"{path} is damaged: {error}".replace("\n", " ")) from error
+    to_bytes = _byte_rule(description, path=path)
+    texts = {_token_id(token): bool(token.get("special")) for token in added}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, index in vocabulary.items():
+        pieces[index] = token.encode() if index in texts else to_bytes(token)
+    return TokenizerParts(
+        tokenizer=tokenizer,
+        pieces=pieces,
+        special_ids=frozenset(index for index, is_special in texts.items() if is_special),
+        bos_id=None,
+        eos_token_ids=folder_eos_token_ids(folder),
+        template=_template_of_folder(folder),
+    )
+
+
+def _token_id(token: Mapping[str, object]) -> int:
+    value = token.get("id")
+    return value if isinstance(value, int) else 0
+
+
+def _byte_rule(description: Mapping[str, object], *, path: Path) -> Callable[[str], bytes]:
+    """How a token of the vocabulary is read as bytes, by the decoder that its file names."""
+    decoder = description.get("decoder")
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = [step.get("type") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    if "ByteLevel" in kinds:
+        return lambda token: _bytes_of(token, is_text=False)
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        return _piece_bytes
+    named = ", ".join(map(str, kinds)) or "none"
+    raise ModelError(
+        "ModelInvalid", f"{path} has the decoder {named}; supported are ByteLevel, ByteFallback and Metaspace"
+    )
+
+
+def _piece_bytes(token: str) -> bytes:
+    """A token's bytes where spaces are written as U+2581 and single bytes as `<0x0A>`."""
+    if found := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _template_of_folder(folder: Path) -> ChatTemplate | None:
+    path = folder / "tokenizer_config.json"
+    settings = read_json_object(path) if path.exists() else {}
+    own_file = folder / "chat_template.jinja"
+    source = settings.get("chat_template")
+    if own_file.exists():
+        path = own_file
+        try:
+            source = own_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError("ModelInvalid", f"{own_file} cannot be read: {error}") from error
+    if isinstance(source, list):
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    special: dict[str, str] = {}
+    for name, token in settings.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            special[name] = content
+    try:
+        return ChatTemplate(source, special_tokens=special)
+    except ChatTemplateError as error:
+        raise ModelError("ModelInvalid", f"{path} is damaged: {error}") from error
 
 
 def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> Tokenizer:

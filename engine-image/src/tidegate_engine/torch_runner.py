@@ -13,14 +13,14 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from tidegate_engine.cgroup import Machine
-from tidegate_engine.gguf_file import read_header
+from tidegate_engine.checkpoint import open_checkpoint
+from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import sample
@@ -29,15 +29,22 @@ from tidegate_engine.transformer import (
     DecoderConfig,
     build_decoder,
     forward,
+    kv_token_bytes,
     layer_caches,
     new_kv_pool,
     parameter_shapes,
 )
-from tidegate_engine.weights import ModelError, eos_token_ids, find_model_file
-from tidegate_engine.weights_gguf import load_gguf, read_config
+from tidegate_engine.weights import ModelError
 from tidegate_kernels.reference import ragged_batch
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""Of activations and of the KV cache, as `precision` names them."""
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left beside the weights that the cache may take; activations and the server need the rest."""
 MAX_KV_BYTES = 4 << 30
@@ -51,7 +58,7 @@ class TorchOptions:
     """How a model is run. None = as much as the model and the memory allow."""
 
     name: str | None = None
-    dtype: str = "auto"
+    precision: Precision = field(default_factory=Precision)
     block_tokens: int = 16
     kv_blocks: int | None = None
     max_model_len: int | None = None
@@ -64,38 +71,38 @@ class TorchRunner:
     def __init__(self, model_path: Path | str, *, options: TorchOptions | None = None) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
-        path = find_model_file(model_path)
-        header = read_header(path)
-        dtype = DTYPES[options.dtype]
+        checkpoint = open_checkpoint(model_path)
         self._threads = options.threads or Machine().cpus()
         self._threads_set_in: int | None = None
-        config = read_config(header)
-        _check_memory(config, dtype, Machine().available_bytes())
-        config, parameters = load_gguf(path, dtype=dtype)
-        self._decoder = build_decoder(config, parameters)
-        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, dtype)
+        context = _context_tokens(checkpoint.config, options.max_model_len)
+        # Some models turn by frequencies that follow from the context that is served.
+        config = replace(checkpoint.config, context_tokens=context)
+        precision = _settle(options.precision, config, checkpoint.stored_bytes)
+        self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
+        kv_dtype = DTYPES[precision.kv_dtype]
+        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
-        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=dtype)
-        self._caches = layer_caches(self._pool)
+        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
+        self._caches = layer_caches(config, self._pool)
         self._entropy = secrets.token_bytes(16)
         weights_done = time.monotonic()
         self._info = ModelInfo(
-            name=options.name or str(header.metadata.get("general.name", path.stem)),
-            layers=config.layers,
-            kv_heads=config.kv_heads,
+            name=options.name or checkpoint.name,
+            layers=len(config.layers),
+            kv_heads=max(layer.kv_heads for layer in config.layers),
             head_size=config.head_size,
             vocab_size=config.vocab_size,
-            max_model_len=_context_tokens(config, options.max_model_len),
-            weight_dtype=str(dtype).removeprefix("torch."),
-            kv_dtype=str(dtype).removeprefix("torch."),
+            max_model_len=context,
+            weight_dtype=self._decoder.weight_precision,
+            kv_dtype=precision.kv_dtype,
             weight_bytes=self._decoder.weight_bytes,
-            kv_token_bytes=_kv_token_bytes(config, dtype),
+            kv_token_bytes=kv_token_bytes(config, kv_dtype),
             kv_blocks=blocks,
             block_tokens=options.block_tokens,
             gpu_product=None,
             gpu_count=0,
-            eos_token_ids=eos_token_ids(header.metadata),
+            eos_token_ids=checkpoint.eos_token_ids,
         )
         self._warm_up()
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
@@ -158,7 +165,8 @@ class TorchRunner:
             if (end := item.start + item.count) % size > 0 and end % size <= item.count
         ]
         if begun:
-            self._pool[:, :, begun] = 0
+            for part in self._pool:
+                part[:, :, begun] = 0
 
     def _warm_up(self) -> None:
         """The first calls allocate buffers and choose algorithms; their result is thrown away."""
@@ -171,20 +179,27 @@ class TorchRunner:
                 for index in range(sequences)
             )
             self.run(Step(0, items, 0))
-        self._pool[:, :, : max(blocks) + 1] = 0
+        for part in self._pool:
+            part[:, :, : max(blocks) + 1] = 0
 
 
-def _check_memory(config: DecoderConfig, dtype: torch.dtype, available_bytes: int) -> None:
-    needed = sum(prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
-    if needed > available_bytes:
+def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:
+    """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
+    shapes, available = parameter_shapes(config), Machine().available_bytes()
+    precision = settled(precision, shapes, stored, tied_head=config.tied_head, available_bytes=available)
+    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head)
+    if needed > available:
+        least = weight_bytes(parse_precision("int4", dtype=precision.dtype), shapes, stored, tied_head=config.tied_head)
         raise ModelError(
             "ModelTooLarge",
-            f"the weights take {needed / 2**20:.0f} MiB as {dtype}; available are {available_bytes / 2**20:.0f} MiB",
+            f"the weights take {needed / 2**20:.0f} MiB in the precision asked for; available are "
+            f"{available / 2**20:.0f} MiB, and --precision int4 takes {least / 2**20:.0f} MiB",
         )
+    return precision
 
 
 def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype) -> int:
-    block_bytes = _kv_token_bytes(config, dtype) * block_tokens
+    block_bytes = kv_token_bytes(config, dtype) * block_tokens
     available = Machine().available_bytes()
     blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:
@@ -194,10 +209,6 @@ def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dt
             f"a block of {block_tokens} tokens takes {block_bytes / 2**20:.1f} MiB",
         )
     return blocks
-
-
-def _kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return 2 * config.layers * config.kv_heads * config.head_size * dtype.itemsize
 
 
 def _context_tokens(config: DecoderConfig, wanted: int | None) -> int:

@@ -1,11 +1,12 @@
-"""One decoder for the Llama-like families; a family is a row of switches, not a copied file.
+"""One decoder for all families; a family is a row of switches, not a copied file.
 
-Owns the parameters' names and shapes and the forward pass over a ragged batch. Knows no file format (`weights_gguf`),
-no scheduling and no sampling (`torch_runner`).
+Owns the parameters' names and shapes and the forward pass over a ragged batch. Knows no file format (`weights_gguf`,
+`weights_safetensors`), no scheduling and no sampling (`torch_runner`).
 """
 
 import mmap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,50 +14,132 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidegate_engine.rope import Rope, rope_frequencies, rope_magnitude
 from tidegate_kernels.reference import (
+    AttentionRule,
     Cache,
     Ragged,
     add_rms_norm,
-    linear,
-    pack_weight,
+    gelu_mul,
+    grouped_linear,
     paged_attention,
     rms_norm,
     rope,
     rope_tables,
+    route,
     silu_mul,
+    soft_cap,
     store_kv,
 )
+from tidegate_kernels.weight import Dense, Weight, concat_rows, gather_rows, linear
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: each token's MLP is that of `chosen` of `count`."""
+
+    count: int
+    chosen: int
+    normalised: bool
+    """Whether the shares of the chosen ones sum to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    heads: int
+    kv_heads: int
+    inner: int
+    """Of the MLP, or of each expert's."""
+    window: int | None = None
+    """How many tokens a row sees, itself included; None = all before it."""
+    rope: int | None = 0
+    """Which of the decoder's ropes turns the heads; None = none does."""
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A decoder's dimensions and switches."""
 
-    layers: int
+    layers: tuple[LayerConfig, ...]
     hidden: int
-    heads: int
-    kv_heads: int
     head_size: int
-    inner: int
     vocab_size: int
     context_tokens: int
     norm_eps: float
-    rope_base: float
+    ropes: tuple[Rope, ...]
     tied_head: bool
+    rotated: int | None = None
+    """Dimensions of a head that turn, the first ones; None = all."""
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    """Whether attention's and the MLP's results are normalised before they are added."""
+    activation: str = "silu"
+    """A key of ACTIVATIONS."""
+    attention_scale: float | None = None
+    """None = one over the root of the head size."""
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float | None = None
+
+    @property
+    def kv_token_values(self) -> int:
+        """Keys and values that a token takes in the caches of all layers."""
+        return 2 * self.head_size * sum(layer.kv_heads for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A layer's own MLP."""
+
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """A layer's experts and what chooses among them."""
+
+    experts: Experts
+    router: Weight
+    gate_up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.router, *self.gate_up, *self.down
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One block's parameters, those that are multiplied with the same rows fused."""
 
+    config: LayerConfig
+    rule: AttentionRule
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    attention_output: Tensor
+    qk_norm: Tensor | None
+    """`[heads + kv heads, head size]`"""
+    attention_output: Weight
+    attention_output_bias: Tensor | None
+    post_attention_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: Mlp | ExpertMlp
+    post_mlp_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,105 +147,222 @@ class Decoder:
     """Parameters ready for `forward`."""
 
     config: DecoderConfig
-    embedding: Tensor
+    embedding: Weight
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Tensor
-    cos: Tensor
-    sin: Tensor
+    head: Weight
+    ropes: tuple[tuple[Tensor, float], ...]
+    """Frequencies and magnitude of each."""
+    embedding_scale: float | None
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        """What activations are computed in; weights may be held in another precision."""
+        return self.norm.dtype
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """All matrices that are held, each once: a tied head is among them where it has a layout of its own."""
+        matrices = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.attention_output, *layer.mlp.weights]
+        return tuple(matrices)
+
+    @property
+    def weight_precision(self) -> str:
+        """What the matrices are held in, that of the most bytes first: `int4-g64+float32`."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[weight.precision] += weight.size_bytes
+        return "+".join(dict.fromkeys(part for name, _ in sizes.most_common() for part in name.split("+")))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, counted once; a packed copy of a tied embedding is not among them."""
-        shapes = parameter_shapes(self.config)
-        return sum(prod(shape) for shape in shapes.values()) * self.embedding.element_size()
+        """Bytes of all parameters in memory, scales of quantised ones among them."""
+        vectors = [self.norm]
+        for layer in self.layers:
+            owners = (layer, layer.mlp)
+            fields = [getattr(owner, name) for owner in owners for name in owner.__dataclass_fields__]
+            vectors += [field for field in fields if isinstance(field, Tensor)]
+        return sum(weight.size_bytes for weight in self.weights) + sum(vector.nbytes for vector in vectors)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter that a checkpoint of this configuration has, by name."""
-    query, kv = config.heads * config.head_size, config.kv_heads * config.head_size
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (config.vocab_size, config.hidden),
         "norm": (config.hidden,),
     }
     if not config.tied_head:
         shapes["head"] = (config.vocab_size, config.hidden)
-    for index in range(config.layers):
-        layer: dict[str, tuple[int, ...]] = {
-            "attention_norm": (config.hidden,),
-            "q": (query, config.hidden),
-            "k": (kv, config.hidden),
-            "v": (kv, config.hidden),
-            "attention_output": (config.hidden, query),
-            "mlp_norm": (config.hidden,),
-            "gate": (config.inner, config.hidden),
-            "up": (config.inner, config.hidden),
-            "down": (config.hidden, config.inner),
-        }
-        if config.qkv_bias:
-            layer |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    for index, layer in enumerate(config.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
     return shapes
 
 
-def build_decoder(config: DecoderConfig, parameters: dict[str, Tensor]) -> Decoder:
+def _layer_shapes(config: DecoderConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden, layer.inner
+    query, kv = layer.heads * config.head_size, layer.kv_heads * config.head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "q": (query, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "attention_output": (hidden, query),
+        "mlp_norm": (hidden,),
+    }
+    if config.qkv_bias:
+        shapes |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_size,), "k_norm": (config.head_size,)}
+    if config.output_bias:
+        shapes["attention_output_bias"] = (hidden,)
+    if config.post_norms:
+        shapes |= {"post_attention_norm": (hidden,), "post_mlp_norm": (hidden,)}
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    if layer.experts is None:
+        if config.mlp_bias:
+            return shapes | mlp | {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (hidden,)}
+        return shapes | mlp
+    shapes["router"] = (layer.experts.count, hidden)
+    for number in range(layer.experts.count):
+        shapes |= {f"experts.{number}.{name}": shape for name, shape in mlp.items()}
+    return shapes
+
+
+def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decoder:
     """Fuse and pack `parameters`, which are those of `parameter_shapes`; the dictionary is emptied on the way.
 
     Emptied, so that no second copy of the weights is held. Each parameter is used exactly once: a KeyError means that
-    one is missing, a ValueError that one is left over.
+    one is missing, a ValueError that one is left over. Norms and biases are `Dense`, all of one type, in which
+    activations are computed; the matrices may be of any kind.
     """
-    take = parameters.pop
-    layers = []
-    for index in range(config.layers):
-        prefix = f"layers.{index}."
-        layers.append(
-            Layer(
-                attention_norm=take(prefix + "attention_norm"),
-                qkv=pack_weight(torch.cat([take(prefix + name) for name in ("q", "k", "v")])),
-                qkv_bias=torch.cat([take(prefix + name) for name in ("q_bias", "k_bias", "v_bias")])
-                if config.qkv_bias
-                else None,
-                attention_output=pack_weight(take(prefix + "attention_output")),
-                mlp_norm=take(prefix + "mlp_norm"),
-                gate_up=pack_weight(torch.cat([take(prefix + name) for name in ("gate", "up")])),
-                down=pack_weight(take(prefix + "down")),
-            )
-        )
-    embedding = take("embedding")
-    norm = take("norm")
-    head = pack_weight(embedding if config.tied_head else take("head"))
+    layers = tuple(_build_layer(config, index, parameters) for index in range(len(config.layers)))
+    embedding = parameters.pop("embedding")
+    norm = _vector(parameters.pop("norm"))
+    head = (embedding if config.tied_head else parameters.pop("head")).laid_out()
     if parameters:
         raise ValueError(f"parameters that the decoder has no use for: {', '.join(sorted(parameters))}")
-    cos, sin = rope_tables(torch.arange(config.context_tokens), size=config.head_size, base=config.rope_base)
+    size = config.rotated or config.head_size
+    scale = config.embedding_scale
     return Decoder(
         config=config,
         embedding=embedding,
-        layers=tuple(layers),
+        layers=layers,
         norm=norm,
         head=head,
-        cos=cos.to(embedding.dtype),
-        sin=sin.to(embedding.dtype),
+        ropes=tuple(
+            (rope_frequencies(each, size=size, context_tokens=config.context_tokens), rope_magnitude(each))
+            for each in config.ropes
+        ),
+        # Rounded as the models were trained with it.
+        embedding_scale=None if scale is None else float(torch.tensor(scale, dtype=norm.dtype)),
     )
 
 
-def new_kv_pool(config: DecoderConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype) -> Tensor:
-    """The paged cache of all layers, `[layers, 2, blocks, kv heads, block tokens, head size]`.
+def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight]) -> Layer:
+    layer = config.layers[index]
+    prefix = f"layers.{index}."
 
-    Zeros, since memory that was never written may hold NaN, and zero times NaN is NaN; but pages that the kernel zeroes
-    on first use, so that memory is taken only by blocks that were used.
+    def take(*names: str) -> Weight:
+        return concat_rows([parameters.pop(prefix + name) for name in names]).laid_out()
+
+    def take_vector(*names: str) -> Tensor:
+        parts = [_vector(parameters.pop(prefix + name)) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    qk_norm = None
+    if config.qk_norm:
+        qk_norm = torch.cat(
+            (take_vector("q_norm").expand(layer.heads, -1), take_vector("k_norm").expand(layer.kv_heads, -1))
+        ).contiguous()
+    mlp: Mlp | ExpertMlp
+    if layer.experts is None:
+        mlp = Mlp(
+            gate_up=take("gate", "up"),
+            gate_up_bias=take_vector("gate_bias", "up_bias") if config.mlp_bias else None,
+            down=take("down"),
+            down_bias=take_vector("down_bias") if config.mlp_bias else None,
+        )
+    else:
+        names = [f"experts.{number}." for number in range(layer.experts.count)]
+        mlp = ExpertMlp(
+            experts=layer.experts,
+            router=take("router"),
+            gate_up=tuple(take(name + "gate", name + "up") for name in names),
+            down=tuple(take(name + "down") for name in names),
+        )
+    return Layer(
+        config=layer,
+        rule=AttentionRule(
+            scale=config.attention_scale or config.head_size**-0.5,
+            window=layer.window,
+            soft_cap=config.attention_soft_cap,
+        ),
+        attention_norm=take_vector("attention_norm"),
+        qkv=take("q", "k", "v"),
+        qkv_bias=take_vector("q_bias", "k_bias", "v_bias") if config.qkv_bias else None,
+        qk_norm=qk_norm,
+        attention_output=take("attention_output"),
+        attention_output_bias=take_vector("attention_output_bias") if config.output_bias else None,
+        post_attention_norm=take_vector("post_attention_norm") if config.post_norms else None,
+        mlp_norm=take_vector("mlp_norm"),
+        mlp=mlp,
+        post_mlp_norm=take_vector("post_mlp_norm") if config.post_norms else None,
+    )
+
+
+def _vector(parameter: Weight) -> Tensor:
+    if not isinstance(parameter, Dense):
+        raise TypeError(f"a norm or a bias is in {parameter.precision}; it is used as it is, and must not be quantised")
+    return parameter.values
+
+
+def new_kv_pool(config: DecoderConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The paged cache: `[layers, 2, blocks, kv heads, block tokens, head size]` for each number of kv heads there is.
+
+    Of a quantised one (FP8, INT8) the scales follow, one tensor for each of these without the head size. Zeros, since
+    memory that was never written may hold NaN, and zero times NaN is NaN; but pages that the kernel zeroes on first
+    use, so that memory is taken only by blocks that were used.
     """
-    shape = (config.layers, 2, blocks, config.kv_heads, block_tokens, config.head_size)
+    shapes = [
+        (len(layers), 2, blocks, kv_heads, block_tokens, config.head_size)
+        for kv_heads, layers in _layers_by_kv_heads(config).items()
+    ]
+    pool = [_zero_pages(shape, dtype) for shape in shapes]
+    if dtype.itemsize == 1:
+        pool += [_zero_pages(shape[:-1], torch.float32) for shape in shapes]
+    return tuple(pool)
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def layer_caches(pool: Tensor) -> tuple[Cache, ...]:
+def kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token in `new_kv_pool`, scales among them."""
+    values = config.kv_token_values
+    return values * dtype.itemsize + (values // config.head_size * 4 if dtype.itemsize == 1 else 0)
+
+
+def layer_caches(config: DecoderConfig, pool: Sequence[Tensor]) -> tuple[Cache, ...]:
     """The layers' views of `new_kv_pool`."""
-    return tuple(Cache(layer[0], layer[1]) for layer in pool)
+    groups = list(_layers_by_kv_heads(config).values())
+    scaled = pool[len(groups) :] or (None,) * len(groups)
+    caches: dict[int, Cache] = {}
+    for part, scales, layers in zip(pool, scaled, groups, strict=False):
+        for place, index in enumerate(layers):
+            own, own_scales = part[place], (None, None) if scales is None else scales[place]
+            caches[index] = Cache(own[0], own[1], own_scales[0], own_scales[1])
+    return tuple(caches[index] for index in range(len(config.layers)))
+
+
+def _layers_by_kv_heads(config: DecoderConfig) -> dict[int, list[int]]:
+    layers: dict[int, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        layers.setdefault(layer.kv_heads, []).append(index)
+    return layers
 
 
 def forward(
@@ -173,21 +373,50 @@ def forward(
     Only the rows `logits_rows` go through the head.
     """
     config = decoder.config
-    rotated_heads = config.heads + config.kv_heads
-    rotated_width = rotated_heads * config.head_size
-    scale = config.head_size**-0.5
-    tokens = token_ids.shape[0]
-    cos, sin = decoder.cos[batch.positions], decoder.sin[batch.positions]
-    residual = F.embedding(token_ids, decoder.embedding)
-    x = rms_norm(residual, decoder.layers[0].attention_norm, eps=config.norm_eps)
+    eps, activate = config.norm_eps, ACTIVATIONS[config.activation]
+    tables = [
+        tuple(table.to(decoder.dtype) for table in rope_tables(batch.positions, frequencies, magnitude=magnitude))
+        for frequencies, magnitude in decoder.ropes
+    ]
+    residual = gather_rows(decoder.embedding, token_ids, dtype=decoder.dtype)
+    if decoder.embedding_scale is not None:
+        residual.mul_(decoder.embedding_scale)
+    x = rms_norm(residual, decoder.layers[0].attention_norm, eps=eps)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
     for layer, cache, next_norm in zip(decoder.layers, caches, next_norms, strict=True):
         qkv = linear(x, layer.qkv, layer.qkv_bias)
-        rotated = rope(qkv[:, :rotated_width].view(tokens, rotated_heads, config.head_size), cos, sin)
-        value = qkv[:, rotated_width:].view(tokens, config.kv_heads, config.head_size)
-        store_kv(rotated[:, config.heads :], value, cache, batch.slots)
-        attended = paged_attention(rotated[:, : config.heads], cache, batch, scale=scale)
-        x = add_rms_norm(linear(attended, layer.attention_output), residual, layer.mlp_norm, eps=config.norm_eps)
-        down = linear(silu_mul(linear(x, layer.gate_up)), layer.down)
-        x = add_rms_norm(down, residual, next_norm, eps=config.norm_eps)
-    return linear(x[logits_rows], decoder.head)
+        heads = qkv.view(len(x), -1, config.head_size)
+        queries = layer.config.heads
+        turned = heads[:, : queries + layer.config.kv_heads]
+        if layer.qk_norm is not None:
+            turned = F.rms_norm(turned, (config.head_size,), eps=eps) * layer.qk_norm
+        if layer.config.rope is not None:
+            turned = rope(turned, *tables[layer.config.rope])
+        store_kv(turned[:, queries:], heads[:, queries + layer.config.kv_heads :], cache, batch.slots)
+        attended = paged_attention(turned[:, :queries], cache, batch, layer.rule)
+        attended = linear(attended, layer.attention_output, layer.attention_output_bias)
+        if layer.post_attention_norm is not None:
+            attended = rms_norm(attended, layer.post_attention_norm, eps=eps)
+        x = add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
+        if isinstance(layer.mlp, Mlp):
+            mixed = linear(
+                activate(linear(x, layer.mlp.gate_up, layer.mlp.gate_up_bias)), layer.mlp.down, layer.mlp.down_bias
+            )
+        else:
+            mixed = _mix_experts(x, layer.mlp, activate)
+        if layer.post_mlp_norm is not None:
+            mixed = rms_norm(mixed, layer.post_mlp_norm, eps=eps)
+        x = add_rms_norm(mixed, residual, next_norm, eps=eps)
+    logits = linear(x[logits_rows], decoder.head)
+    return logits if config.logit_soft_cap is None else soft_cap(logits, config.logit_soft_cap)
+
+
+def _mix_experts(x: Tensor, mlp: ExpertMlp, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Each row through its experts, all rows of an expert in one product, and the results weighed."""
+    shares, experts = route(linear(x, mlp.router), chosen=mlp.experts.chosen, normalised=mlp.experts.normalised)
+    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=mlp.experts.count).tolist()
+    rows = order.div(mlp.experts.chosen, rounding_mode="floor")
+    inner = activate(grouped_linear(x[rows], mlp.gate_up, counts))
+    results = grouped_linear(inner, mlp.down, counts).mul_(shares.flatten()[order, None])
+    return torch.zeros_like(x).index_add_(0, rows, results)

@@ -1,20 +1,21 @@
-"""The parameters of a decoder from a GGUF file, dequantised, under the decoder's own names.
+"""The parameters of a decoder from a GGUF file, under the decoder's own names, in the precisions asked for.
 
 Knows the architectures' tensor names and oddities; the file's layout is `gguf_file`'s, the maths `transformer`'s.
 Every parameter is loaded exactly once and every tensor of the file is used, or a ModelError says which one was not.
 """
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from gguf import quants
-from torch import Tensor
 
-from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
-from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+from tidegate_engine.ggml_types import TensorBytes, is_finite, keeps_file_bytes, stored_weight
+from tidegate_engine.gguf_file import GgufFile, TensorEntry, read_header
+from tidegate_engine.precision import Precision
+from tidegate_engine.quantize import to_precision
+from tidegate_engine.rope import Rope
+from tidegate_engine.transformer import DecoderConfig, LayerConfig, parameter_shapes
+from tidegate_kernels.weight import Dense, Weight
 
 MAX_CONTEXT_TOKENS = 1 << 20
 """Tables are made for the whole context; a damaged file may claim any."""
@@ -50,8 +51,14 @@ _LAYER_NAMES = {
 }
 
 
-def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """Configuration and parameters (as `parameter_shapes` names them, in `dtype`) of a file; raises ModelError."""
+def load_gguf(
+    path: Path, *, dtype: torch.dtype, precision: Precision | None = None
+) -> tuple[DecoderConfig, dict[str, Weight]]:
+    """Configuration and parameters (as `parameter_shapes` names them) of a file; raises ModelError.
+
+    Matrices are in the precision that the policy gives their kind, without one in `dtype`; all else is in `dtype`. One
+    tensor is read after the other; what is kept in the file's own blocks stays in the file, mapped.
+    """
     file = read_header(path)
     config = read_config(file)
     shapes = parameter_shapes(config)
@@ -64,14 +71,26 @@ def load_gguf(path: Path, *, dtype: torch.dtype) -> tuple[DecoderConfig, dict[st
         if (found := file.tensors[file_name].shape) != shapes[name]:
             raise file.invalid(f"has {file_name} in the shape {found}; expected is {shapes[name]}")
     permuted_qk = ARCHITECTURES[_architecture(file)].permuted_qk
-    parameters: dict[str, Tensor] = {}
-    with map_file(path) as data:
+    precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
+    parameters: dict[str, Weight] = {}
+    with TensorBytes(path) as tensor_bytes:
         for file_name, name in names.items():
-            values = _read_tensor(file, file.tensors[file_name], data)
+            weight = _read_tensor(file, file.tensors[file_name], tensor_bytes)
+            wanted = precision.of(name, tied_head=config.tied_head)
             if permuted_qk and name.endswith((".q", ".k")):
-                values = unpermute(values, heads=config.heads if name.endswith(".q") else config.kv_heads)
-            parameters[name] = values.to(dtype)
+                heads = config.layers[0].heads if name.endswith(".q") else config.layers[0].kv_heads
+                weight = unpermute(weight, heads=heads)
+            if wanted is None:
+                parameters[name] = Dense(weight.dequantised(dtype).view(shapes[name]))
+            else:
+                parameters[name] = to_precision(name, weight, wanted)
     return config, parameters
+
+
+def stored_bytes(file: GgufFile) -> dict[str, int]:
+    """Bytes in the file of each parameter, by our names; of those that the file has."""
+    names = {_file_name(name): name for name in parameter_shapes(read_config(file))}
+    return {names[entry.name]: entry.size_bytes for entry in file.tensors.values() if entry.name in names}
 
 
 def read_config(file: GgufFile) -> DecoderConfig:
@@ -99,25 +118,22 @@ def read_config(file: GgufFile) -> DecoderConfig:
     if layers > len(file.tensors):
         raise file.invalid(f"is damaged: it claims {layers} layers and has {len(file.tensors)} tensors")
     return DecoderConfig(
-        layers=layers,
+        layers=(LayerConfig(heads=heads, kv_heads=kv_heads, inner=metadata.whole("feed_forward_length")),) * layers,
         hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
         head_size=head_size,
-        inner=metadata.whole("feed_forward_length"),
         vocab_size=embedding.shape[0],
         context_tokens=min(metadata.whole("context_length"), MAX_CONTEXT_TOKENS),
         norm_eps=metadata.real("attention.layer_norm_rms_epsilon"),
-        rope_base=metadata.real("rope.freq_base", default=10_000.0),
+        ropes=(Rope(metadata.real("rope.freq_base", default=10_000.0)),),
         tied_head=_NAMES["head"] not in file.tensors,
         qkv_bias=ARCHITECTURES[architecture].qkv_bias,
     )
 
 
-def unpermute(weight: Tensor, *, heads: int) -> Tensor:
+def unpermute(weight: Weight, *, heads: int) -> Weight:
     """Undo the converter's row order (pairs side by side) for rotation of a head's halves."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    rows = torch.arange(weight.shape[0])
+    return weight.select(rows.view(heads, -1, 2).transpose(1, 2).reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +165,15 @@ def _file_name(name: str) -> str:
     return f"blk.{index}.{_LAYER_NAMES[part]}"
 
 
-def _read_tensor(file: GgufFile, entry: TensorEntry, data: mmap.mmap) -> Tensor:
-    stored = np.frombuffer(data[entry.start : entry.start + entry.size_bytes], dtype=np.uint8)
+def _read_tensor(file: GgufFile, entry: TensorEntry, tensor_bytes: TensorBytes) -> Weight:
+    stored = tensor_bytes.of(entry, mapped=keeps_file_bytes(entry.type))
     try:
-        values = quants.dequantize(stored.reshape(*entry.shape[:-1], -1), entry.type)
+        weight = stored_weight(entry.type, entry.shape, stored)
     except NotImplementedError:
         raise file.invalid(f"has {entry.name} in the type {entry.type.name}, which cannot be read") from None
-    tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
-    if not bool(torch.isfinite(tensor.sum())):
+    if not is_finite(entry.type, weight, stored):
         raise file.invalid(f"is damaged: {entry.name} holds values that are not finite")
-    return tensor
+    return weight
 
 
 def _and_others(names: list[str]) -> str:

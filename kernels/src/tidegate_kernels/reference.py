@@ -11,27 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_ROWS = 64
-"""Rows that packed weights are laid out for: 1.4 times as fast as unpacked at 8 rows, equal at 1 and at 128."""
-FP8_MAX = 448.0
+from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
+from tidegate_kernels.weight import Weight, linear
+
+INT8_MAX = 127
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` in the layout that `linear` multiplies fastest; the same tensor where there is none."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        return packed
-    return weight
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; `weight` as it was loaded, or from `pack_weight`."""
-    if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -45,24 +30,59 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> 
     return rms_norm(residual, weight, eps=eps)
 
 
-def rope_tables(positions: Tensor, *, size: int, base: float) -> tuple[Tensor, Tensor]:
-    """The `cos` and `sin` that `rope` takes, fp32 `[positions, 1, size]`; `sin` has its first half negated."""
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+def rope_tables(positions: Tensor, frequencies: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The `cos` and `sin` that `rope` takes, fp32 `[positions, 1, 2 * frequencies]`; `sin`'s first half is negated."""
     angles = positions.float()[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if magnitude != 1.0:
+        cos, sin = cos.mul_(magnitude), sin.mul_(magnitude)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `[T, heads, D]`, each one's first half against its second, by rows of `rope_tables`."""
+    """Rotate heads `[T, heads, D]`, the first half of what is rotated against the second, by `rope_tables`.
+
+    Tables narrower than D leave the rest of a head as it is.
+    """
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rope(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Bend `x` into (−cap, cap)."""
+    return (x / cap).tanh_().mul_(cap)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[T, 2 * inner]`, the gate in the first half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` of `[T, 2 * inner]`, the gate in the first half, by the tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def route(scores: Tensor, *, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The `chosen` likeliest experts of each row of `scores` `[T, experts]`: their shares and numbers, `[T, chosen]`.
+
+    `normalised`: the shares of the chosen ones sum to one.
+    """
+    shares, experts = torch.softmax(scores, dim=-1, dtype=torch.float32).topk(chosen, dim=-1)
+    if normalised:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    return shares.to(scores.dtype), experts
+
+
+def grouped_linear(x: Tensor, weights: Sequence[Weight], counts: Sequence[int]) -> Tensor:
+    """Products of neighbouring rows with a weight each: the first `counts[0]` rows with `weights[0]`, and so on."""
+    parts = torch.split(x, list(counts))
+    return torch.cat([linear(part, weight) for part, weight in zip(parts, weights, strict=True) if part.shape[0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +96,16 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends. `window`: how many tokens a row sees, itself included; None = all before it."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    """Bends the scores before the mask; None = not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Sequences that the CPU path attends in one call: decodes of like length, or one sequence's prefill chunk."""
 
@@ -83,6 +113,7 @@ class Group:
     sequences: int
     query_tokens: int
     kv_tokens: int
+    """Tokens of the longest sequence, those before its window left out."""
     rows: Tensor
     """Which of a cache's `[blocks * K]` rows hold the keys, in order of sequence, head, block."""
     mask: Tensor | None
@@ -103,8 +134,11 @@ class Ragged:
     """int64 `[T]`"""
     slots: Tensor
     """int64 `[T]`: block * block tokens + offset of every new token."""
-    groups: tuple[Group, ...]
-    """What the CPU path goes through; kernels do without."""
+    counts: tuple[Sequence[int], Sequence[int]]
+    """New tokens and tokens of each sequence, for the CPU path."""
+    block_tokens: int
+    groups: dict[tuple[int, int | None], tuple[Group, ...]]
+    """What the CPU path goes through, by key-value heads and window: filled when a layer first asks for its own."""
 
 
 def ragged_batch(
@@ -115,7 +149,7 @@ def ragged_batch(
     Neighbouring sequences with one new token go in one group while their blocks differ by at most MAX_PADDING: a caller
     that puts these first, in order of length, gets few groups with little padding.
     """
-    _, heads, block_tokens, _ = cache.keys.shape
+    block_tokens = cache.keys.shape[2]
     blocks = [-(-length // block_tokens) for length in kv_lengths]
     widest = max(blocks)
     # Padding with an own block: whatever stale values it holds, they are this sequence's.
@@ -130,20 +164,68 @@ def ragged_batch(
         block_tables=table.int(),
         positions=positions,
         slots=table[owner, positions // block_tokens] * block_tokens + positions % block_tokens,
-        groups=tuple(
-            Group(
-                first_row=int(starts[first]),
-                sequences=end - first,
-                query_tokens=query_lengths[first],
-                kv_tokens=max(kv_lengths[first:end]),
-                rows=(
-                    table[first:end, None, : max(blocks[first:end])] * heads + torch.arange(heads)[:, None]
-                ).flatten(),
-                mask=_mask(query_lengths[first], lengths[first:end], cache=cache),
-            )
-            for first, end in _group_bounds(query_lengths, blocks)
-        ),
+        counts=(query_lengths, kv_lengths),
+        block_tokens=block_tokens,
+        groups={},
     )
+
+
+def attention_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Group, ...]:
+    """The calls that cover the batch for layers of so many heads and such a window; masks are of the type `dtype`."""
+    found = batch.groups.get((kv_heads, window))
+    if found is None:
+        if window is not None and window >= max(batch.counts[1]):
+            found = attention_groups(batch, kv_heads=kv_heads, window=None, dtype=dtype)
+        else:
+            found = _make_groups(batch, kv_heads=kv_heads, window=window, dtype=dtype)
+        batch.groups[kv_heads, window] = found
+    return found
+
+
+def _make_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Group, ...]:
+    new, lengths = batch.counts
+    size = batch.block_tokens
+    blocks = [-(-length // size) for length in lengths]
+    # The first block that the first new token of a sequence sees.
+    hidden = [
+        0 if window is None else max(0, length - count + 1 - window) // size
+        for count, length in zip(new, lengths, strict=True)
+    ]
+    visible = [used - before for used, before in zip(blocks, hidden, strict=True)]
+    starts = batch.query_starts.tolist()
+    heads = torch.arange(kv_heads)[:, None]
+    groups = []
+    for first, end in _group_bounds(new, visible):
+        columns = torch.arange(max(visible[first:end]))
+        table = batch.block_tables[first:end]
+        if window is None:
+            seen = table[:, : len(columns)]
+        else:
+            # Padding with the newest block: those before the window may be another sequence's by now.
+            last = torch.tensor(blocks[first:end])[:, None] - 1
+            seen = table.gather(1, torch.minimum(torch.tensor(hidden[first:end])[:, None] + columns, last))
+        offsets = torch.tensor(hidden[first:end]) * size
+        longest = max(
+            length - before * size for length, before in zip(lengths[first:end], hidden[first:end], strict=True)
+        )
+        if new[first] == 1:
+            mask = _decode_mask(torch.tensor(lengths[first:end]), offsets, padded=len(columns) * size, window=window)
+            mask = mask.to(dtype).repeat_interleave(kv_heads, dim=0)[:, None]
+        elif window is None and new[first] == lengths[first]:
+            mask = None
+        else:
+            mask = _chunk_mask(new[first], lengths[first], offset=hidden[first] * size, window=window).to(dtype)
+        groups.append(
+            Group(
+                first_row=starts[first],
+                sequences=end - first,
+                query_tokens=new[first],
+                kv_tokens=longest,
+                rows=(seen[:, None] * kv_heads + heads).flatten(),
+                mask=mask,
+            )
+        )
+    return tuple(groups)
 
 
 def _group_bounds(query_lengths: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -163,21 +245,23 @@ def _group_bounds(query_lengths: Sequence[int], blocks: Sequence[int]) -> list[t
     return bounds
 
 
-def _mask(query_tokens: int, lengths: Tensor, *, cache: Cache) -> Tensor | None:
-    """Zero where a row may look, −inf where not: `[sequences * K, 1, padded keys]` for decodes, `[rows, keys]` else."""
-    _, heads, block_tokens, _ = cache.keys.shape
-    dtype = torch.float32 if cache.key_scales is not None else cache.keys.dtype
-    longest = int(lengths.max())
-    if query_tokens == 1:
-        padded = -(-longest // block_tokens) * block_tokens
-        hidden = torch.arange(padded) >= lengths[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        return mask.repeat_interleave(heads, dim=0)[:, None]
-    if query_tokens == longest:
-        return None
-    seen = torch.arange(longest - query_tokens, longest)
-    hidden = torch.arange(longest) > seen[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+def _decode_mask(lengths: Tensor, offsets: Tensor, *, padded: int, window: int | None) -> Tensor:
+    """Zero where a sequence's new token may look, −inf where not: `[sequences, padded keys]`."""
+    seen = torch.arange(padded) + offsets[:, None]
+    hidden = seen >= lengths[:, None]
+    if window is not None:
+        hidden |= seen < lengths[:, None] - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+def _chunk_mask(new: int, length: int, *, offset: int, window: int | None) -> Tensor:
+    """Zero where a chunk's rows may look, −inf where not: `[rows, keys from offset on]`."""
+    own = torch.arange(length - new, length)[:, None]
+    seen = torch.arange(offset, length)
+    hidden = seen > own
+    if window is not None:
+        hidden |= seen <= own - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def store_kv(key: Tensor, value: Tensor, cache: Cache, slots: Tensor) -> None:
@@ -198,60 +282,80 @@ def store_kv(key: Tensor, value: Tensor, cache: Cache, slots: Tensor) -> None:
 def _store(new: Tensor, cache: Tensor, scales: Tensor | None, place: tuple[Tensor, Tensor]) -> None:
     block, offset = place
     if scales is not None:
-        scale = new.float().abs().amax(dim=-1).clamp(min=1e-12) / FP8_MAX
-        scales[block, :, offset] = scale
-        new = (new.float() / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype)
-    cache[block, :, offset] = new
+        scale = scales_of(new, largest=FP8_MAX if cache.dtype == FP8 else INT8_MAX)
+        scales[block, :, offset] = scale[..., 0]
+        new = new.float() / scale
+        new = to_fp8(new) if cache.dtype == FP8 else new.round_()
+    cache[block, :, offset] = new.to(cache.dtype)
 
 
-def paged_attention(query: Tensor, cache: Cache, batch: Ragged, *, scale: float) -> Tensor:
+def paged_attention(query: Tensor, cache: Cache, batch: Ragged, rule: AttentionRule) -> Tensor:
     """Attention of `[T, H, D]` over the paged cache, prefill chunks and decodes in one call; returns `[T, H * D]`.
 
     Causal: a row sees the tokens before it and itself. H is a multiple of K; neighbouring heads share keys.
     """
+    groups = attention_groups(batch, kv_heads=cache.keys.shape[1], window=rule.window, dtype=query.dtype)
     outputs = [
         (_attend_decodes if group.query_tokens == 1 else _attend_chunk)(
-            query[group.first_row : group.first_row + group.sequences * group.query_tokens], cache, group, scale=scale
+            query[group.first_row : group.first_row + group.sequences * group.query_tokens], cache, group, rule
         )
-        for group in batch.groups
+        for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_decodes(query: Tensor, cache: Cache, group: Group, *, scale: float) -> Tensor:
+def _attend_decodes(query: Tensor, cache: Cache, group: Group, rule: AttentionRule) -> Tensor:
     sequences, heads, size = query.shape
     kv_heads = cache.keys.shape[1]
     keys = _gather(cache.keys, cache.key_scales, group.rows, query.dtype).view(sequences * kv_heads, -1, size)
     values = _gather(cache.values, cache.value_scales, group.rows, query.dtype).view(sequences * kv_heads, -1, size)
     assert group.mask is not None
     grouped = query.reshape(sequences * kv_heads, heads // kv_heads, size)
-    scores = torch.baddbmm(group.mask.to(query.dtype), grouped, keys.transpose(1, 2), alpha=scale)
+    if rule.soft_cap is None:
+        scores = torch.baddbmm(group.mask, grouped, keys.transpose(1, 2), alpha=rule.scale)
+    else:
+        scores = soft_cap(torch.bmm(grouped, keys.transpose(1, 2)) * rule.scale, rule.soft_cap) + group.mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.bmm(weights, values).view(sequences, heads * size)
 
 
-def _attend_chunk(query: Tensor, cache: Cache, group: Group, *, scale: float) -> Tensor:
+def _attend_chunk(query: Tensor, cache: Cache, group: Group, rule: AttentionRule) -> Tensor:
     tokens, heads, size = query.shape
     kv_heads = cache.keys.shape[1]
     share = heads // kv_heads
     keys = _gather(cache.keys, cache.key_scales, group.rows, query.dtype).view(kv_heads, 1, -1, size)
     values = _gather(cache.values, cache.value_scales, group.rows, query.dtype).view(kv_heads, 1, -1, size)
-    output = F.scaled_dot_product_attention(
-        query.view(tokens, kv_heads, share, size).permute(1, 2, 0, 3),
-        keys[:, :, : group.kv_tokens].expand(-1, share, -1, -1),
-        values[:, :, : group.kv_tokens].expand(-1, share, -1, -1),
-        attn_mask=None if group.mask is None else group.mask.to(query.dtype),
-        is_causal=group.mask is None,
-        scale=scale,
-    )
+    keys, values = keys[:, :, : group.kv_tokens], values[:, :, : group.kv_tokens]
+    shared = query.view(tokens, kv_heads, share, size).permute(1, 2, 0, 3)
+    if rule.soft_cap is None:
+        output = F.scaled_dot_product_attention(
+            shared,
+            keys.expand(-1, share, -1, -1),
+            values.expand(-1, share, -1, -1),
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            scale=rule.scale,
+        )
+    else:
+        mask = group.mask
+        if mask is None:
+            mask = _chunk_mask(tokens, tokens, offset=0, window=None).to(query.dtype)
+        capped = []
+        # A head at a time: the scores of all would be the largest thing in memory.
+        for own, key, value in zip(shared, keys, values, strict=True):
+            scores = soft_cap(torch.matmul(own, key.transpose(1, 2)) * rule.scale, rule.soft_cap) + mask
+            capped.append(torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value))
+        output = torch.stack(capped)
     return output.permute(2, 0, 1, 3).reshape(tokens, heads * size)
 
 
 def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The cache's rows in the order asked for, as `[rows, block tokens, D]`."""
     blocks, heads, block_tokens, size = cache.shape
-    found = cache.view(blocks * heads, block_tokens * size).index_select(0, rows).view(-1, block_tokens, size)
+    flat = cache.view(blocks * heads, block_tokens * size)
     if scales is None:
-        return found
+        return flat.index_select(0, rows).view(-1, block_tokens, size).to(dtype)
+    codes = flat.view(torch.int8).index_select(0, rows).view(-1, block_tokens, size)
+    values = from_fp8(codes.view(FP8)) if cache.dtype == FP8 else codes.float()
     scale = scales.view(blocks * heads, block_tokens).index_select(0, rows)
-    return (found.float() * scale[..., None]).to(dtype)
+    return values.mul_(scale[..., None]).to(dtype)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_kernels import reference
-from tidegate_kernels.reference import Cache, ragged_batch
+from tidegate_kernels.reference import AttentionRule, Cache, Ragged, attention_groups, ragged_batch
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
 BLOCKS = 40
@@ -59,7 +59,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(step: list[tu
         new_values.append(values[before:])
     batch = ragged_batch([new for new, _ in step], [new + before for new, before in step], tables, cache=cache)
     reference.store_kv(torch.cat(new_keys), torch.cat(new_values), cache, batch.slots)
-    output = reference.paged_attention(torch.cat(queries), cache, batch, scale=0.3)
+    output = reference.paged_attention(torch.cat(queries), cache, batch, AttentionRule(0.3))
     expected = [
         attend_row(query[row], keys[: before + row + 1], values[: before + row + 1], 0.3)
         for (new, before), query, (keys, values) in zip(step, queries, histories, strict=True)
@@ -78,32 +78,50 @@ def test_a_slot_of_minus_one_is_stored_nowhere() -> None:
 
 
 def test_sequences_of_like_length_are_attended_in_one_call_and_unlike_ones_apart() -> None:
+    def sequences(batch: Ragged) -> list[int]:
+        groups = attention_groups(batch, kv_heads=KV_HEADS, window=None, dtype=torch.float32)
+        return [group.sequences for group in groups]
+
     tables = [list(range(first, first + 10)) for first in (0, 10, 20)]
     together = ragged_batch([1, 1, 1], [20, 30, 40], tables, cache=new_cache())
     apart = ragged_batch([1, 1, 1], [4, 30, 40], tables, cache=new_cache())
-    assert [group.sequences for group in together.groups] == [3]
-    assert [group.sequences for group in apart.groups] == [1, 2]
+    assert sequences(together) == [3]
+    assert sequences(apart) == [1, 2]
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 3e3])
-def test_fp8_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_any_magnitude(magnitude: float) -> None:
-    cache = new_cache(dtype=torch.float8_e4m3fn, scaled=True)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float8_e4m3fn, 0.06), (torch.int8, 0.012)])
+def test_quantised_keys_with_a_scale_for_each_token_and_head_keep_their_direction_at_any_magnitude(
+    dtype: torch.dtype, error: float, magnitude: float
+) -> None:
+    cache = new_cache(dtype=dtype, scaled=True)
     generator = torch.Generator().manual_seed(1)
     key, value = (torch.randn(9, KV_HEADS, SIZE, generator=generator) * magnitude for _ in range(2))
     batch = ragged_batch([9], [9], [[3, 1, 2]], cache=cache)
     reference.store_kv(key, value, cache, batch.slots)
     query = torch.randn(9, HEADS, SIZE, generator=generator) / magnitude
-    output = reference.paged_attention(query, cache, batch, scale=0.3)
+    output = reference.paged_attention(query, cache, batch, AttentionRule(0.3))
     exact = torch.stack([attend_row(query[row], key[: row + 1], value[: row + 1], 0.3) for row in range(9)])
-    assert (output - exact).norm() / exact.norm() < 0.06
+    assert (output - exact).norm() / exact.norm() < error
 
 
-def test_packed_weights_give_the_same_product_for_any_number_of_rows() -> None:
-    weight, bias = torch.randn(48, 32), torch.randn(48)
-    packed = reference.pack_weight(weight)
-    for rows in (1, 2, 7, 64, 200):
-        x = torch.randn(rows, 32)
-        torch.testing.assert_close(reference.linear(x, packed, bias), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_quantised_cache_holds_the_nearest_numbers_under_the_largest_magnitude_of_each_token_and_head(
+    dtype: torch.dtype,
+) -> None:
+    cache = new_cache(dtype=dtype, scaled=True)
+    key = torch.randn(3, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(2))
+    key[1, 0] = 0
+    reference.store_kv(key, key, cache, torch.tensor([6, -1, 9]))
+    assert cache.key_scales is not None
+    largest = 448 if dtype == torch.float8_e4m3fn else 127
+    for row, (block, offset) in ((0, (1, 2)), (2, (2, 1))):
+        for head in range(KV_HEADS):
+            scale = key[row, head].abs().max() / largest
+            torch.testing.assert_close(cache.key_scales[block, head, offset], scale)
+            codes = (key[row, head] / scale).round() if dtype == torch.int8 else (key[row, head] / scale).to(dtype)
+            torch.testing.assert_close(cache.keys[block, head, offset].float(), codes.float(), atol=0, rtol=0)
+    assert cache.key_scales.count_nonzero() == 2 * KV_HEADS
 
 
 def test_rms_norm_divides_by_the_root_of_the_mean_square_after_adding_the_residual() -> None:
@@ -117,7 +135,7 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square_after_adding_the_residu
 def test_rope_turns_each_pair_of_a_head_by_its_position_times_its_frequency() -> None:
     positions = torch.tensor([0, 1, 77])
     x = torch.randn(3, 2, SIZE)
-    turned = reference.rope(x, *reference.rope_tables(positions, size=SIZE, base=10_000.0))
+    turned = reference.rope(x, *reference.rope_tables(positions, 10_000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)))
     half = SIZE // 2
     for row, position in enumerate(positions.tolist()):
         for pair in range(half):

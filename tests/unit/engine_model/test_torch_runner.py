@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.precision import Precision
 from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -117,7 +118,7 @@ def test_the_paged_cache_gives_what_whole_recomputation_gives(
     for ids, expected in zip(PROMPTS, alone, strict=True):
         known = list(ids)
         for _ in range(OUTPUT):
-            caches = layer_caches(new_kv_pool(config, blocks=1, block_tokens=len(known), dtype=torch.float32))
+            caches = layer_caches(config, new_kv_pool(config, blocks=1, block_tokens=len(known), dtype=torch.float32))
             batch = ragged_batch([len(known)], [len(known)], [[0]], cache=caches[0])
             with torch.inference_mode():
                 logits = forward(
@@ -129,7 +130,8 @@ def test_the_paged_cache_gives_what_whole_recomputation_gives(
 
 def test_what_an_earlier_request_left_in_a_block_reaches_no_later_one(tiny_model: Path, alone: list[list[int]]) -> None:
     runner = TorchRunner(tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, threads=1))
-    runner._pool.fill_(torch.nan)
+    for part in runner._pool:
+        part.fill_(torch.nan)
     assert serve(runner, PROMPTS[:3], scheduler=new_scheduler(blocks=40)) == alone[:3]
 
 
@@ -138,7 +140,8 @@ def test_logits_that_are_not_finite_end_their_own_request_only(tiny_model: Path,
     healthy = Request("healthy", len(PROMPTS[3]), OUTPUT, 0.0, prompt_ids=PROMPTS[3], params=GREEDY)
     sick = Request("sick", 4, OUTPUT, 0.0, prompt_ids=PROMPTS[1], params=GREEDY)
     runner.run(Step(1, (StepItem(sick, 0, 3, False, [1]),), 1))
-    runner._pool[:, :, 1] = torch.nan
+    for part in runner._pool:
+        part[:, :, 1] = torch.nan
     items = (StepItem(sick, 3, 1, True, [1]), StepItem(healthy, 0, 17, True, [2, 3, 4, 5, 6]))
     tokens = runner.run(Step(2, items, 1))
     assert tokens["sick"].error == "the model's logits are not finite"
@@ -156,9 +159,12 @@ def test_the_facts_about_the_model_are_those_of_the_file(runner: TorchRunner) ->
 
 
 def test_bfloat16_halves_the_bytes_and_serves(tiny_model: Path, runner: TorchRunner) -> None:
-    half = TorchRunner(tiny_model, options=TorchOptions(dtype="bfloat16", kv_blocks=200, block_tokens=BLOCK))
+    half = TorchRunner(
+        tiny_model, options=TorchOptions(precision=Precision(dtype="bfloat16"), kv_blocks=200, block_tokens=BLOCK)
+    )
     assert half.info.weight_dtype == half.info.kv_dtype == "bfloat16"
-    assert half.info.weight_bytes * 2 == runner.info.weight_bytes
+    packed_head = 4 * half.info.vocab_size * 72  # in fp32 the tied head is laid out beside the embedding
+    assert half.info.weight_bytes * 2 == runner.info.weight_bytes - packed_head
     assert [len(ids) for ids in serve(half, PROMPTS)] == [OUTPUT] * len(PROMPTS)
 
 

@@ -29,7 +29,7 @@ def logits_of(path: Path, ids: list[int]) -> torch.Tensor:
     config, parameters = load_gguf(path, dtype=torch.float32)
     decoder = build_decoder(config, parameters)
     blocks = -(-len(ids) // BLOCK)
-    caches = layer_caches(new_kv_pool(config, blocks=blocks + 1, block_tokens=BLOCK, dtype=torch.float32))
+    caches = layer_caches(config, new_kv_pool(config, blocks=blocks + 1, block_tokens=BLOCK, dtype=torch.float32))
     batch = ragged_batch([len(ids)], [len(ids)], [range(1, blocks + 1)], cache=caches[0])
     with torch.inference_mode():
         return forward(decoder, torch.tensor(ids), batch, caches=caches, logits_rows=torch.arange(len(ids)))

@@ -16,6 +16,7 @@ from tidegate_engine.gguf_file import read_header
 from tidegate_engine.transformer import build_decoder, parameter_shapes
 from tidegate_engine.weights import ModelError, find_model_file
 from tidegate_engine.weights_gguf import load_gguf
+from tidegate_kernels.weight import Dense
 
 WriteModel = Callable[..., Path]
 
@@ -33,7 +34,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_means_its_only_gguf_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"ModelNotFound: .* holds no \.gguf file"):
+    with pytest.raises(ModelError, match=r"ModelNotFound: .* holds no \.gguf file, nor config\.json"):
         find_model_file(tmp_path)
     (tmp_path / "a.gguf").touch()
     (tmp_path / "README").touch()
@@ -119,7 +120,7 @@ def test_every_parameter_is_used_exactly_once(tiny_model: Path) -> None:
     config, parameters = load_gguf(tiny_model, dtype=torch.float32)
     assert parameters.keys() == parameter_shapes(config).keys()
     with pytest.raises(ValueError, match="no use for: stray"):
-        build_decoder(config, parameters | {"stray": torch.zeros(1)})
+        build_decoder(config, parameters | {"stray": Dense(torch.zeros(1))})
     del parameters["layers.1.gate"]
     with pytest.raises(KeyError, match=r"layers\.1\.gate"):
         build_decoder(config, dict(parameters))
@@ -138,7 +139,7 @@ def test_a_quantised_tensor_is_loaded_with_the_values_that_its_format_defines(
     stored = gguf.quants.quantize(original["down"], gguf.GGMLQuantizationType[kind])
     expected = torch.tensor([row_values(kind, row.tobytes()) for row in stored])
     _, parameters = load_gguf(path, dtype=torch.float32)
-    torch.testing.assert_close(parameters["layers.0.down"], expected, atol=0, rtol=0)
+    torch.testing.assert_close(parameters["layers.0.down"].dequantised(), expected, atol=0, rtol=0)
 
 
 def row_values(kind: str, row: bytes) -> list[float]:

@@ -1,0 +1,55 @@
+"""A model on disk, whatever its format: its name, its decoder, the tokens that end an answer, and how to load it.
+
+The one place that tells formats apart; `torch_runner` asks it. What is in the files is the formats' own modules'.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tidegate_engine.gguf_file import read_header
+from tidegate_engine.precision import Precision
+from tidegate_engine.transformer import DecoderConfig
+from tidegate_engine.weights import check_eos_token_ids, eos_token_ids, find_model_file, folder_eos_token_ids
+from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
+from tidegate_engine.weights_safetensors import describe_folder, load_safetensors
+from tidegate_kernels.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model whose description was read, and whose weights were not."""
+
+    path: Path
+    name: str
+    config: DecoderConfig
+    eos_token_ids: tuple[int, ...]
+    stored_bytes: Mapping[str, int]
+    """Bytes on disk of each parameter."""
+    _load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
+
+    def load(self, dtype: torch.dtype, precision: Precision) -> dict[str, Weight]:
+        """The parameters, as `parameter_shapes` names them; raises ModelError."""
+        _, parameters = self._load(self.path, dtype=dtype, precision=precision)
+        return parameters
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """The model that `path` names (see `find_model_file`); raises ModelError."""
+    path = find_model_file(path)
+    load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
+    if path.is_dir():
+        config, stored = describe_folder(path)
+        name, ends, load = path.resolve().name, folder_eos_token_ids(path), load_safetensors
+    else:
+        header = read_header(path)
+        config, stored = read_config(header), stored_bytes(header)
+        name, ends, load = (
+            str(header.metadata.get("general.name", path.stem)),
+            eos_token_ids(header.metadata),
+            load_gguf,
+        )
+    ends = check_eos_token_ids(ends, vocab_size=config.vocab_size, path=path)
+    return Checkpoint(path, name, config, ends, stored, load)

@@ -1,0 +1,95 @@
+"""How fast a model's heads turn with the position: the frequencies of each method that stretches them.
+
+Owns the formulas. The turning itself is `tidegate_kernels`', which method a checkpoint names is its reader's to say.
+Frequencies are fixed when a model is loaded, so that a text gives the same however it is cut: the methods that look at
+a text's length (dynamic, longrope) look at the context that is served instead.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+METHODS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A model's rotary positions; what a method does not use is left alone."""
+
+    base: float
+    method: str = "default"
+    factor: float = 1.0
+    """How much the context was stretched."""
+    trained_tokens: int = 0
+    """The context before that."""
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    whole_bounds: bool = True
+    """Whether yarn's bounds are rounded to whole dimensions."""
+    magnitude: float | None = None
+    """What cosines and sines are multiplied by; None = what the method says."""
+    divisors: tuple[float, ...] = ()
+    """Of each frequency: longrope's within the trained context, and those of files that hold them ready."""
+    long_divisors: tuple[float, ...] = ()
+    """longrope's beyond the trained context."""
+
+
+def rope_frequencies(rope: Rope, *, size: int, context_tokens: int) -> Tensor:
+    """Radians a token of each pair, fp32 `[size / 2]`, for a head of which `size` dimensions turn."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    base = rope.base
+    if rope.method == "dynamic":
+        stretch = rope.factor * max(context_tokens, rope.trained_tokens) / rope.trained_tokens - (rope.factor - 1)
+        base *= stretch ** (size / (size - 2))
+    frequencies = 1.0 / base**exponents
+    if rope.method == "linear":
+        return frequencies / rope.factor
+    if rope.method == "yarn":
+        return _yarn(rope, frequencies, size=size)
+    if rope.method == "llama3":
+        return _llama3(rope, frequencies)
+    divisors = rope.divisors
+    if rope.method == "longrope" and context_tokens > rope.trained_tokens:
+        divisors = rope.long_divisors
+    return frequencies / torch.tensor(divisors) if divisors else frequencies
+
+
+def rope_magnitude(rope: Rope) -> float:
+    """What cosines and sines are multiplied by."""
+    if rope.magnitude is not None:
+        return rope.magnitude
+    if rope.method == "yarn" and rope.factor > 1:
+        return 0.1 * math.log(rope.factor) + 1.0
+    if rope.method == "longrope" and rope.factor > 1:
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.trained_tokens))
+    return 1.0
+
+
+def _yarn(rope: Rope, frequencies: Tensor, *, size: int) -> Tensor:
+    """Pairs that turn often within the trained context stay, those that turn seldom are slowed, between them a ramp."""
+
+    def dimension(turns: float) -> float:
+        return size * math.log(rope.trained_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    low, high = dimension(rope.fast_turns), dimension(rope.slow_turns)
+    if rope.whole_bounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / rope.factor * slowed + frequencies * (1 - slowed)
+
+
+def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Long waves are slowed, short ones stay, those between are blended by their length."""
+    waves = 2 * math.pi / frequencies
+    share = (rope.trained_tokens / waves - rope.low_frequency_factor) / (
+        rope.high_frequency_factor - rope.low_frequency_factor
+    )
+    share = share.clamp(0, 1)
+    return (1 - share) * frequencies / rope.factor + share * frequencies

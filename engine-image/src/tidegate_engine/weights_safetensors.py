@@ -1,0 +1,271 @@
+"""The parameters of a decoder from a folder of safetensors files, under the decoder's own names.
+
+Knows the families' tensor names; the files' layout is `safetensors_file`'s, the configuration `model_config`'s. Every
+parameter is loaded exactly once and every tensor is used, or a ModelError says which one was not.
+"""
+
+import mmap
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tidegate_engine.model_config import Family, ModelSettings, decoder_config, family_of, read_settings
+from tidegate_engine.precision import Precision
+from tidegate_engine.quantize import to_precision
+from tidegate_engine.safetensors_file import (
+    DTYPE_BYTES,
+    SafetensorsCheckpoint,
+    StoredTensor,
+    map_files,
+    read_checkpoint,
+)
+from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+from tidegate_kernels.weight import Dense, Weight
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_LLAMA = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "attention_output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "phi3": _LLAMA
+    | dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")
+    | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+    "gemma": _LLAMA
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    },
+    "mixtral": _LLAMA
+    | {
+        "router": "block_sparse_moe.gate",
+        "experts.gate": "block_sparse_moe.experts.{}.w1",
+        "experts.up": "block_sparse_moe.experts.{}.w3",
+        "experts.down": "block_sparse_moe.experts.{}.w2",
+    },
+    "qwen3_moe": _LLAMA
+    | {"router": "mlp.gate"}
+    | {f"experts.{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""A layer's parts, for each way of naming them."""
+_PREFIXES = ("", "language_model.", "model.language_model.")
+"""What may stand before the names of a model that also sees; the last one instead of `model.`."""
+_UNUSED_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_UNUSED_ENDS = (".rotary_emb.inv_freq",)
+"""Tables that old checkpoints hold beside their parameters; they are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a parameter is stored: rows of a tensor, of which the ones before are other parameters'."""
+
+    tensor: str
+    first_row: int
+    rows: int
+
+
+def load_safetensors(
+    folder: Path, *, dtype: torch.dtype, precision: Precision | None = None
+) -> tuple[DecoderConfig, dict[str, Weight]]:
+    """Configuration and parameters (as `parameter_shapes` names them) of a folder; raises ModelError.
+
+    Matrices are in the precision that the policy gives their kind, without one in `dtype`; all else is in `dtype`. What
+    is kept as it is stored stays in the files, mapped.
+    """
+    model = _open_folder(folder)
+    checkpoint, config = model.checkpoint, model.config
+    _check_tensors(checkpoint, config, model.sources)
+    maps = map_files(checkpoint)
+    _check_tied_head(checkpoint, config, maps=maps)
+    precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
+    parameters: dict[str, Weight] = {}
+    for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
+        stored = read_tensor(checkpoint, checkpoint.tensors[tensor], maps)
+        for name in names:
+            source = model.sources[name]
+            values = stored[source.first_row : source.first_row + source.rows]
+            if model.norm_offset and name.endswith("norm"):
+                values = values.float() + model.norm_offset
+            wanted = precision.of(name, tied_head=config.tied_head)
+            parameters[name] = Dense(values.to(dtype)) if wanted is None else to_precision(name, Dense(values), wanted)
+    return config, parameters
+
+
+def describe_folder(folder: Path) -> tuple[DecoderConfig, dict[str, int]]:
+    """The decoder that a folder holds, and the bytes that each parameter takes there; raises ModelError."""
+    model = _open_folder(folder)
+    _check_tensors(model.checkpoint, model.config, model.sources)
+    shapes = parameter_shapes(model.config)
+    dtypes = {name: model.checkpoint.tensors[source.tensor].dtype for name, source in model.sources.items()}
+    return model.config, {name: prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    checkpoint: SafetensorsCheckpoint
+    config: DecoderConfig
+    sources: Mapping[str, Source]
+    norm_offset: float
+
+
+def _open_folder(folder: Path) -> _Folder:
+    settings = read_settings(folder)
+    checkpoint = _without_unused(read_checkpoint(folder))
+    config = decoder_config(settings, _stored_shapes(settings, checkpoint))
+    _refuse_quantised(settings)
+    family = family_of(settings)
+    matrices = sum(1 if layer.experts is None else layer.experts.count for layer in config.layers)
+    if matrices > len(checkpoint.tensors):
+        raise checkpoint.invalid(
+            f"has {len(checkpoint.tensors)} tensors, fewer than its configuration's layers and experts, {matrices}"
+        )
+    sources = parameter_sources(config, family, prefix=_prefix(checkpoint))
+    return _Folder(checkpoint, config, sources, family.norm_offset)
+
+
+def parameter_sources(config: DecoderConfig, family: Family, *, prefix: str) -> dict[str, Source]:
+    """Where each of `parameter_shapes` is stored; those in one tensor follow each other."""
+    shapes = parameter_shapes(config)
+    sources: dict[str, Source] = {}
+    used: dict[str, int] = {}
+    for name, shape in shapes.items():
+        tensor = _tensor_name(name, family, prefix=prefix)
+        sources[name] = Source(tensor, used.get(tensor, 0), shape[0])
+        used[tensor] = used.get(tensor, 0) + shape[0]
+    return dict(sorted(sources.items(), key=lambda item: (item[1].tensor, item[1].first_row)))
+
+
+def read_tensor(checkpoint: SafetensorsCheckpoint, entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
+    """A floating-point tensor's values, in the file's pages where they lie well; raises ModelError."""
+    dtype = DTYPES[entry.dtype]
+    values = torch.frombuffer(maps[entry.path], dtype=torch.uint8, offset=entry.start, count=entry.size_bytes)
+    if entry.start % dtype.itemsize:
+        values = values.clone()
+    values = values.view(dtype).view(entry.shape)
+    if not bool(torch.isfinite(values.sum(dtype=torch.float32))):
+        raise checkpoint.invalid(f"is damaged: {entry.name} holds values that are not finite")
+    return values
+
+
+def _tensor_name(name: str, family: Family, *, prefix: str) -> str:
+    part, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    if part in _TOP:
+        stem = _TOP[part]
+    else:
+        _, index, rest = part.split(".", 2)
+        names = NAMES[family.names]
+        if rest.startswith("experts."):
+            _, number, rest = rest.split(".")
+            stem = f"model.layers.{index}.{names['experts.' + rest].format(number)}"
+        else:
+            stem = f"model.layers.{index}.{names[rest]}"
+    if prefix == _PREFIXES[2]:
+        stem = prefix + stem.removeprefix("model.") if stem.startswith("model.") else stem
+    else:
+        stem = prefix + stem
+    return f"{stem}.{kind}"
+
+
+def _prefix(checkpoint: SafetensorsCheckpoint) -> str:
+    for prefix in _PREFIXES:
+        embedding = "embed_tokens.weight" if prefix == _PREFIXES[2] else "model.embed_tokens.weight"
+        if prefix + embedding in checkpoint.tensors:
+            return prefix
+    return ""
+
+
+def _without_unused(checkpoint: SafetensorsCheckpoint) -> SafetensorsCheckpoint:
+    used = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not name.startswith(_UNUSED_PARTS) and not name.endswith(_UNUSED_ENDS)
+    }
+    return SafetensorsCheckpoint(checkpoint.folder, used)
+
+
+def _stored_shapes(settings: ModelSettings, checkpoint: SafetensorsCheckpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of the layers' matrices that are stored by themselves, by the decoder's names."""
+    prefix = _prefix(checkpoint)
+    stem = prefix + ("layers." if prefix == _PREFIXES[2] else "model.layers.")
+    names = NAMES[family_of(settings).names]
+    shared = [stored for stored, count in Counter(names.values()).items() if count > 1]
+    parts = {
+        f"{stored.format(0)}.weight": name.replace("experts.", "experts.0.")
+        for name, stored in names.items()
+        if stored not in shared
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        index, _, rest = name.removeprefix(stem).partition(".")
+        if name.startswith(stem) and index.isdecimal() and rest in parts and len(tensor.shape) == 2:
+            shapes[f"layers.{int(index)}.{parts[rest]}"] = tensor.shape
+    return shapes
+
+
+def _refuse_quantised(settings: ModelSettings) -> None:
+    quantised = settings.section("quantization_config") or settings.section("quantization")
+    if quantised is not None:
+        method = quantised.values.get("quant_method", "an unnamed method")
+        raise settings.invalid(f"is quantised by {method!s:.40}; supported are {', '.join(DTYPES)} not quantised")
+
+
+def _check_tensors(checkpoint: SafetensorsCheckpoint, config: DecoderConfig, sources: Mapping[str, Source]) -> None:
+    """Each source is there, as large as what is stored in it, of a type that can be read; nothing else is."""
+    shapes = parameter_shapes(config)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, source in sources.items():
+        expected[source.tensor] = (source.first_row + source.rows, *shapes[name][1:])
+    if missing := sorted(expected.keys() - checkpoint.tensors.keys()):
+        raise checkpoint.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
+    head = _head_name(checkpoint)
+    foreign = sorted(checkpoint.tensors.keys() - expected.keys() - ({head} if config.tied_head else set()))
+    if foreign:
+        raise checkpoint.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+    for tensor, shape in expected.items():
+        entry = checkpoint.tensors[tensor]
+        if entry.shape != shape:
+            raise checkpoint.invalid(f"has {tensor} in the shape {entry.shape}; expected is {shape}")
+        if entry.dtype not in DTYPES:
+            raise checkpoint.invalid(f"has {tensor} in the type {entry.dtype}; supported are {', '.join(DTYPES)}")
+
+
+def _check_tied_head(
+    checkpoint: SafetensorsCheckpoint, config: DecoderConfig, *, maps: Mapping[Path, mmap.mmap]
+) -> None:
+    """A head that is stored although it is the embedding must be the embedding."""
+    head = checkpoint.tensors.get(_head_name(checkpoint))
+    if not config.tied_head or head is None:
+        return
+    embedding = next(tensor for name, tensor in checkpoint.tensors.items() if name.endswith("embed_tokens.weight"))
+    stored = [
+        memoryview(maps[tensor.path])[tensor.start : tensor.start + tensor.size_bytes] for tensor in (head, embedding)
+    ]
+    if head.dtype != embedding.dtype or stored[0] != stored[1]:
+        raise checkpoint.invalid("ties its head to its embedding, and holds a head that differs from it")
+
+
+def _head_name(checkpoint: SafetensorsCheckpoint) -> str:
+    prefix = _prefix(checkpoint)
+    return f"{'' if prefix == _PREFIXES[2] else prefix}lm_head.weight"
+
+
+def _and_others(names: list[str]) -> str:
+    return f" and {len(names) - 1} others" if len(names) > 1 else ""
