@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
@@ -96,6 +97,7 @@ def _serve(args: argparse.Namespace) -> int:
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
         max_queued=args.max_num_queued_reqs,
+        speculation=_read_speculation(args),
     )
     try:
         return run(options, load)
@@ -189,6 +191,17 @@ def _read_settings(args: argparse.Namespace) -> SettingsFile:
     return SettingsFile(0, settings, envelope, DEFAULT_PATTERNS)
 
 
+def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
+    if args.speculative_config is None:
+        return None
+    if args.runner == "modelled":
+        raise ConfigError("FlagsInvalid", "--speculative-config needs --runner torch: made-up text cannot be guessed")
+    try:
+        return parse_speculative_config(json.loads(args.speculative_config))
+    except ValueError as error:
+        raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
+
+
 def _admin_keys_path(args: argparse.Namespace) -> Path | None:
     if args.admin_keys is not None:
         return Path(args.admin_keys)
@@ -270,6 +283,11 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and arithmetic"
     )
+    group.add_argument(
+        "--speculative-config", metavar="JSON",
+        help='guess tokens from what stood there before, e.g. {"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}; the text stays the same; default: off',
+    )  # fmt: skip
 
 
 def _add_memory_flags(group: argparse._ArgumentGroup) -> None:

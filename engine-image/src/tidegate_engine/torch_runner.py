@@ -18,12 +18,13 @@ from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.gguf_file import read_header
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
-from tidegate_engine.sampling import sample
+from tidegate_engine.sampling import Masks, Sampler
 from tidegate_engine.steptime import StepModel
 from tidegate_engine.transformer import (
     DecoderConfig,
@@ -59,9 +60,11 @@ class TorchOptions:
 
 
 class TorchRunner:
-    """A loaded model. Raises ModelError when it cannot be served."""
+    """A loaded model; with `masks`, answers can be held to grammars. Raises ModelError when it cannot be served."""
 
-    def __init__(self, model_path: Path | str, *, options: TorchOptions | None = None) -> None:
+    def __init__(
+        self, model_path: Path | str, *, options: TorchOptions | None = None, masks: Masks | None = None
+    ) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
         path = find_model_file(model_path)
@@ -78,7 +81,8 @@ class TorchRunner:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=dtype)
         self._caches = layer_caches(self._pool)
-        self._entropy = secrets.token_bytes(16)
+        eos_ids = eos_token_ids(header.metadata)
+        self._sampler = Sampler(eos_ids=eos_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
         self._info = ModelInfo(
             name=options.name or str(header.metadata.get("general.name", path.stem)),
@@ -95,7 +99,8 @@ class TorchRunner:
             block_tokens=options.block_tokens,
             gpu_product=None,
             gpu_count=0,
-            eos_token_ids=eos_token_ids(header.metadata),
+            eos_token_ids=eos_ids,
+            structured_outputs=masks is not None,
         )
         self._warm_up()
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
@@ -118,7 +123,8 @@ class TorchRunner:
         self._set_threads()
         # Decodes first and by length: neighbours of like length are attended in one call.
         items = sorted(step.items, key=lambda item: (item.count > 1, item.start))
-        token_ids = [token for item in items for token in item.request.token_ids(item.start, item.count)]
+        token_ids = [token for item in items for token in _token_ids(item)]
+        self._sampler.prepare(items)
         self._clear_unwritten(items)
         batch = ragged_batch(
             [item.count for item in items],
@@ -126,19 +132,18 @@ class TorchRunner:
             [item.blocks for item in items],
             cache=self._caches[0],
         )
-        sampling = [index for index, item in enumerate(items) if item.samples]
         logits = forward(
             self._decoder,
             torch.tensor(token_ids),
             batch,
             caches=self._caches,
-            logits_rows=batch.query_starts[1:][sampling] - 1,
+            logits_rows=_sampled_rows(items, batch.query_starts.tolist()),
         )
-        requests = [items[index].request for index in sampling]
-        if not requests:
+        sampled = [item for item in items if item.samples]
+        if not sampled:
             return {}
-        tokens = sample(logits, requests, eos_ids=self._info.eos_token_ids, entropy=self._entropy)
-        return {request.id: token for request, token in zip(requests, tokens, strict=True)}
+        tokens = self._sampler.sample(logits, sampled)
+        return {item.request.id: token for item, token in zip(sampled, tokens, strict=True)}
 
     def _set_threads(self) -> None:
         """torch keeps the number for each thread that calls it."""
@@ -172,6 +177,20 @@ class TorchRunner:
             )
             self.run(Step(0, items, 0))
         self._pool[:, :, : max(blocks) + 1] = 0
+
+
+def _token_ids(item: StepItem) -> list[int]:
+    if not item.drafts:
+        return item.request.token_ids(item.start, item.count)
+    return [*item.request.token_ids(item.start, item.count - len(item.drafts)), *item.drafts]
+
+
+def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
+    """The rows whose logits are wanted: an item's last known token, and each of its drafts."""
+    ends = zip(items, query_starts[1:], strict=True)
+    return torch.tensor(
+        [row for item, end in ends if item.samples for row in range(end - 1 - len(item.drafts), end)], dtype=torch.long
+    )
 
 
 def _check_memory(config: DecoderConfig, dtype: torch.dtype, available_bytes: int) -> None:
