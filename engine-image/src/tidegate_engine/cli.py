@@ -123,11 +123,13 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
 
 
 def _load_torch(args: argparse.Namespace) -> "LoadedModel":
+    from tidegate_engine.cgroup import Machine
     from tidegate_engine.serve import LoadedModel
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)
     try:
+        from tidegate_engine.grammars import Grammars
         from tidegate_engine.tokenizer import load_tokenizer
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
@@ -141,7 +143,8 @@ def _load_torch(args: argparse.Namespace) -> "LoadedModel":
         max_model_len=args.max_model_len,
     )
     tokenizer = load_tokenizer(path)
-    return LoadedModel(TorchRunner(path, options=options), tokenizer)
+    grammars = Grammars.of(tokenizer, threads=Machine().cpus())
+    return LoadedModel(TorchRunner(path, options=options, masks=grammars), tokenizer)
 
 
 def _read_profile(args: argparse.Namespace) -> Profile:

@@ -201,6 +201,7 @@ class Process:
             info.max_model_len,
             engine.scheduler.blocks.usable * info.block_tokens,
             options.max_queued,
+            structured_outputs=info.structured_outputs,
         )
         parts = ApiParts(
             completions=Completions(engine, model.tokenizer, limits),
