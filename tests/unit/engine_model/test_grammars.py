@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tidegate_engine.sampling import Sampler
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.structured import Structure, StructureError, StructureFields, compile_grammar
+from tidegate_engine.tokenizer import load_tokenizer
+from tidegate_engine.torch_runner import TorchOptions, TorchRunner
 
 PERSON = {
     "type": "object",
@@ -228,6 +231,24 @@ def test_matchers_go_with_their_requests() -> None:
 
 def test_vocabularies_without_an_end_or_made_up_of_arithmetic_have_no_grammars() -> None:
     assert Grammars.of(ByteTokenizer(), threads=1) is None
+
+
+def test_the_real_model_answers_in_the_form_of_a_schema(real_model: Path) -> None:
+    tokenizer = load_tokenizer(real_model)
+    runner = TorchRunner(
+        real_model, options=TorchOptions(kv_blocks=20, threads=1), masks=Grammars.of(tokenizer, threads=1)
+    )
+    assert runner.info.structured_outputs
+    ids = tokenizer.chat([{"role": "user", "content": "Who wrote Hamlet? Name, age and tags."}])
+    params = SamplingParams(temperature=0, grammar=grammar_of("json", PERSON))
+    request = Request("a", len(ids), 100, 0.0, prompt_ids=ids, params=params)
+    scheduler = Scheduler(BatchSettings(1, 256, 256), BlockPool(20, 16), max_model_len=320)
+    scheduler.add(request)
+    while scheduler.has_work:
+        step = scheduler.plan(0.0)
+        scheduler.commit(step, runner.run(step), 0.0)
+    assert request.finish_reason is FinishReason.STOP
+    check_person(tokenizer.decode(request.output_ids))
 
 
 # --- what a call says
