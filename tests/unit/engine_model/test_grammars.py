@@ -1,12 +1,14 @@
 """Answers held to a schema, regex, choice or grammar: whatever the model wants to say, what it says fits."""
 
+import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams, Step, StepItem
 from tidegate_engine.sampling import Sampler
 from tidegate_engine.scheduler import Scheduler
+from tidegate_engine.serve import Process
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.structured import Structure, StructureError, StructureFields, compile_grammar
 from tidegate_engine.tokenizer import load_tokenizer
@@ -249,6 +252,48 @@ def test_the_real_model_answers_in_the_form_of_a_schema(real_model: Path) -> Non
         scheduler.commit(step, runner.run(step), 0.0)
     assert request.finish_reason is FinishReason.STOP
     check_person(tokenizer.decode(request.output_ids))
+
+
+async def test_over_http_answers_have_their_form_and_a_bad_schema_is_its_callers_error(
+    start_engine: Callable[..., Awaitable[Process]], tiny_model: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    runner = TorchRunner(
+        tiny_model,
+        options=TorchOptions(kv_blocks=100, threads=1),
+        masks=Grammars.of(tokenizer, threads=1),
+    )
+    engine = await start_engine(runner=runner, tokenizer=tokenizer, speculation=NgramSpeculation(3, 1, 2))
+    schema = {
+        "type": "object",
+        "properties": {"tide": {"enum": ["in", "out"]}},
+        "required": ["tide"],
+        "additionalProperties": False,
+    }
+    form_of = {"type": "json_schema", "json_schema": {"name": "tide", "schema": schema}}
+    question: Any = [{"role": "user", "content": "tide?"}]
+    base_url = f"http://127.0.0.1:{engine.api_port}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        good = client.chat.completions.create(
+            model="fast", messages=question, n=2, response_format=form_of, logprobs=True, top_logprobs=2
+        )
+        bad = client.chat.completions.create(
+            model="fast",
+            messages=question,
+            stream=True,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wat"}}},
+        )
+        plain = client.completions.create(
+            model="fast", prompt="x", max_tokens=20, extra_body={"guided_choice": ["high", "low"]}
+        )
+        answer, refusal, chosen = await asyncio.gather(good, bad, plain, return_exceptions=True)
+    assert isinstance(refusal, openai.BadRequestError)
+    assert refusal.param == "response_format" and "wat" in refusal.message
+    assert not isinstance(answer, BaseException) and not isinstance(chosen, BaseException)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content or "")["tide"] in ("in", "out")
+    assert chosen.choices[0].text in ("high", "low") and chosen.choices[0].finish_reason == "stop"
 
 
 # --- what a call says
