@@ -16,6 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.completions import Tokenizer
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
 from tidegate_engine.runner import Runner
 from tidegate_engine.serve import LoadedModel, Process, ServeOptions, bind
@@ -28,7 +29,12 @@ KEY_ID = "current"
 
 class StartEngine(Protocol):
     def __call__(
-        self, *, profile: Profile | None = None, runner: Runner | None = None, **options: Any
+        self,
+        *,
+        profile: Profile | None = None,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
     ) -> Awaitable[Process]: ...
 
 
@@ -70,7 +76,13 @@ async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
     """Start engines that are drained at the end of the test."""
     started: list[tuple[Process, asyncio.Task[int]]] = []
 
-    async def start(*, profile: Profile | None = None, runner: Runner | None = None, **options: Any) -> Process:
+    async def start(
+        *,
+        profile: Profile | None = None,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> Process:
         chosen = profile or fast_profile
         modelled = ModelledRunner(
             chosen,
@@ -98,7 +110,7 @@ async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
             object_uid=OBJECT_UID,
         )
         process = Process(replace(defaults, **options), api_socket=api_socket, admin_socket=admin_socket)
-        model = LoadedModel(runner or modelled, ByteTokenizer(), on_idle=modelled.rest)
+        model = LoadedModel(runner or modelled, tokenizer or ByteTokenizer(), on_idle=modelled.rest)
         task = asyncio.create_task(process.run(lambda: model))
         started.append((process, task))
         while process.state.loaded is None and not task.done():  # noqa: ASYNC110  # it has no event

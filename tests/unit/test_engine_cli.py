@@ -12,7 +12,6 @@ from tidegate_engine import cli
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile, settings_file_dict
 
 MODELLED = ["serve", "--runner", "modelled", "--profile", "l4-llama-3.1-8b"]
-
 TORCH = ["serve", "--model", "/no/model.gguf"]
 
 
@@ -43,6 +42,9 @@ def termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*TORCH, "--dtype", "int8"], 2, "FlagsInvalid: argument --dtype"),
         ([*TORCH, "--quantization", "bitsandbytes"], 2, "FlagsInvalid: --quantization bitsandbytes is not supported"),
         ([*TORCH, "--quantization", "fp8", "--precision", "int8"], 2, "FlagsInvalid: --quantization and --precision"),
+        ([*MODELLED, "--speculative-config", "{}"], 2, "FlagsInvalid: --speculative-config needs --runner torch"),
+        ([*TORCH, "--speculative-config", "{"], 2, "FlagsInvalid: --speculative-config: Expecting property name"),
+        ([*TORCH, "--speculative-config", '{"method": "eagle"}'], 2, "FlagsInvalid: --speculative-config: the method"),
         (["bake"], 2, "FlagsInvalid: "),
     ],
 )
@@ -112,6 +114,6 @@ def test_the_modelled_path_imports_no_model_library() -> None:
     program = (
         "import sys\n"
         "import tidegate_engine.serve, tidegate_engine.modelled_runner, tidegate_engine.cli\n"
-        "print(sorted({'torch', 'gguf', 'numpy', 'tokenizers', 'jinja2', 'triton'} & set(sys.modules)))\n"
+        "print(sorted({'torch', 'gguf', 'numpy', 'tokenizers', 'jinja2', 'triton', 'llguidance'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
+from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import (
     FinishReason,
     Request,
@@ -62,7 +63,8 @@ class FakeRunner:
         tokens = {}
         for item in step.items:
             request = item.request
-            ids = request.token_ids(0, request.total_tokens)
+            known = request.token_ids(0, request.total_tokens)
+            ids = [*known, *item.drafts]
             assert item.count >= 1 and item.start + item.count <= len(ids)
             assert item.samples == (item.start + item.count == len(ids))
             assert NULL_BLOCK not in item.blocks
@@ -73,8 +75,11 @@ class FakeRunner:
                     assert self.slots.get(slot) == content, f"{request.id} reads position {position}, never written"
                 self.slots[slot] = content
             if item.samples:
-                token = next_token(request.cache_salt, ids)
-                tokens[request.id] = SampledToken(token, is_eos=token == EOS)
+                chosen = [next_token(request.cache_salt, known)]
+                while len(chosen) <= len(item.drafts) and item.drafts[len(chosen) - 1] == chosen[-1]:
+                    chosen.append(next_token(request.cache_salt, [*known, *chosen]))
+                first, *following = [SampledToken(token, is_eos=token == EOS) for token in chosen]
+                tokens[request.id] = first._replace(following=tuple(following))
         return tokens
 
 
@@ -91,8 +96,15 @@ def make_request(
     return Request(name, len(ids), max_tokens, arrival, prompt_ids=ids, params=params, priority=priority)
 
 
-def make_scheduler(settings: BatchSettings = WIDE, *, blocks: int = 200, prefix_caching: bool = True) -> Scheduler:
-    return Scheduler(settings, BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching), max_model_len=1000)
+def make_scheduler(
+    settings: BatchSettings = WIDE,
+    *,
+    blocks: int = 200,
+    prefix_caching: bool = True,
+    speculation: NgramSpeculation | None = None,
+) -> Scheduler:
+    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching)
+    return Scheduler(settings, pool, max_model_len=1000, speculation=speculation)
 
 
 def drive(scheduler: Scheduler, runner: FakeRunner, *, steps: int = 1, now: float = 0.0) -> list[TokenEvent]:
@@ -591,15 +603,123 @@ def test_a_leap_over_an_event_is_refused() -> None:
         scheduler.leap(9, 0.0)
 
 
+# --- guessing ahead
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@hypothesis_settings(max_examples=1000 if PROVE else 40, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=30), min_size=1, max_size=5),
+    tokens=st.integers(1, 6),
+    lookup=st.integers(1, 3),
+    blocks=st.integers(20, 60),
+    budget=st.integers(8, 40),
+    aborted=st.integers(0, 40),
+)
+def test_guessing_ahead_changes_no_token(
+    prompts: list[list[int]], tokens: int, lookup: int, blocks: int, budget: int, aborted: int
+) -> None:
+    scheduler = make_scheduler(
+        BatchSettings(5, budget, 16), blocks=blocks, speculation=NgramSpeculation(tokens, lookup, lookup + 1)
+    )
+    scheduler._reserve_ratio = 0.0  # so that some are preempted
+    requests = [make_request(f"r{number}", prompt, max_tokens=40) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+    runner = FakeRunner()
+    gone = None
+    if len(prompts) > 1:
+        drive(scheduler, runner, steps=aborted)
+        gone = scheduler.abort("r0")
+    drain(scheduler, runner)
+    for request in requests:
+        output = expected_output(request)[0]
+        assert request.output_ids == (output[: request.output_tokens] if request is gone else output)
+    assert scheduler.blocks.used == 0 and not scheduler._ngrams
+    assert 0 <= scheduler.accepted_tokens <= scheduler.drafted_tokens
+
+
+class Echo(FakeRunner):
+    """Says 1 2 3 1 2 3 ... whatever was asked: what every guess should find."""
+
+    def run(self, step: Step) -> dict[str, SampledToken]:
+        tokens = {}
+        for item in step.items:
+            said = item.request.output_tokens
+            chosen = [(said + place) % 3 + 1 for place in range(len(item.drafts) + 1)]
+            right = 0
+            while right < len(item.drafts) and item.drafts[right] == chosen[right]:
+                right += 1
+            first, *following = map(SampledToken, chosen[: right + 1])
+            if item.samples:
+                tokens[item.request.id] = first._replace(following=tuple(following))
+        return tokens
+
+
+def test_right_guesses_save_steps_and_their_tokens_come_together() -> None:
+    scheduler = make_scheduler(speculation=NgramSpeculation(4, 2, 3))
+    scheduler.add(make_request("a", [9, 9], max_tokens=40))
+    events = drain(scheduler, Echo())
+    assert [event.token.token_id for event in events if event.token] == [place % 3 + 1 for place in range(40)]
+    assert scheduler.step_id < 20
+    assert scheduler.accepted_tokens == 40 - scheduler.step_id
+    assert [event.finish_reason for event in events] == [None] * 39 + [FinishReason.LENGTH]
+    assert sum(event.interval_seconds or 0.0 for event in events) == 0.0
+
+
+def test_guesses_take_only_what_budget_and_blocks_leave_over() -> None:
+    scheduler = make_scheduler(BatchSettings(4, 6, 64), blocks=3, speculation=NgramSpeculation(8, 1, 1))
+    scheduler.add(make_request("a", [1, 2, 3, 1], max_tokens=7))
+    scheduler.add(make_request("b", [1, 2, 3, 1], max_tokens=2, arrival=1.0))
+    runner = Echo()
+    drive(scheduler, runner)
+    (item, *_) = scheduler.plan(0.0).items
+    # One token and five guesses fill the budget; but blocks are left for no more than the table holds.
+    assert item.request.id == "a" and len(item.drafts) <= 3
+
+
+def test_an_end_among_the_guesses_ends_the_request_there() -> None:
+    scheduler = make_scheduler(speculation=NgramSpeculation(6, 1, 1))
+    ids = (5, EOS, 6, 5, EOS, 6, 5, EOS)
+    request = Request("a", len(ids), 30, 0.0, prompt_ids=ids)
+    scheduler.add(request)
+    scheduler.commit(scheduler.plan(0.0), {"a": SampledToken(6)}, 0.0)
+    step = scheduler.plan(0.0)
+    assert list(step.items[0].drafts) == [5, EOS, 6, 5, EOS, 6]
+    following = (SampledToken(EOS, is_eos=True), SampledToken(6))
+    events = scheduler.commit(step, {"a": SampledToken(5, following=following)}, 0.0)
+    assert [(event.token.token_id, event.finish_reason) for event in events if event.token] == [
+        (5, None),
+        (EOS, FinishReason.STOP),
+    ]
+    assert request.output_ids == [6, 5, EOS]
+    assert scheduler.blocks.used == 0
+
+
+def test_a_final_token_ends_the_answer_before_its_minimum_length() -> None:
+    scheduler = make_scheduler()
+    params = SamplingParams(min_tokens=5, ignore_eos=True)
+    scheduler.add(Request("a", 2, 9, 0.0, prompt_ids=(1, 2), params=params))
+    (event,) = scheduler.commit(scheduler.plan(0.0), {"a": SampledToken(EOS, is_eos=True, is_final=True)}, 0.0)
+    assert event.finish_reason is FinishReason.STOP
+
+
 # --- anything, in any order
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Random requests, aborts, settings and flushes between plan and commit, on a pool that is too small for all."""
 
-    @initialize(blocks=st.integers(12, 40), prefix_caching=st.booleans())
-    def set_up(self, blocks: int, prefix_caching: bool) -> None:
-        self.scheduler = make_scheduler(BatchSettings(4, 16, 8), blocks=blocks, prefix_caching=prefix_caching)
+    @initialize(
+        blocks=st.integers(12, 40),
+        prefix_caching=st.booleans(),
+        speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
+    )
+    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None) -> None:
+        self.scheduler = make_scheduler(
+            BatchSettings(4, 16, 8), blocks=blocks, prefix_caching=prefix_caching, speculation=speculation
+        )
         self.runner = FakeRunner()
         self.requests: list[Request] = []
         self.ends: dict[str, FinishReason] = {}
@@ -670,9 +790,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         first = self.scheduler.live_requests()[0] if before else None
         step = self.scheduler.plan(0.0)
         assert first is None or first.state is RequestState.RUNNING, "the first of the running ones never gives way"
-        decodes = sum(item.count == 1 and item.start >= item.request.prompt_tokens for item in step.items)
+        plain = [item.count - len(item.drafts) for item in step.items]
+        decodes = sum(
+            count == 1 and item.start >= item.request.prompt_tokens
+            for count, item in zip(plain, step.items, strict=True)
+        )
         assert sum(item.count for item in step.items) <= max(settings.max_num_batched_tokens, decodes)
-        assert all(item.count <= settings.long_prefill_token_threshold for item in step.items)
+        assert all(count <= settings.long_prefill_token_threshold for count in plain)
         assert self.scheduler.running <= max(settings.max_num_seqs, before)
         assert bool(step.items) == self.scheduler.has_work, "work that waits for nothing must go on"
         assert len({item.request.id for item in step.items}) == len(step.items)

@@ -44,7 +44,7 @@ class ScriptedRunner(ModelledRunner):
                 token_id = self._ids[request.output_tokens % len(self._ids)]
                 logprobs = None if request.params.logprobs is None else TokenLogprobs(-0.5, ((token_id, -0.5),))
                 error = "the logits are not numbers" if request.params.seed == 666 else None
-                tokens[request.id] = SampledToken(token_id, logprobs=logprobs, error=error)
+                tokens[request.id] = SampledToken(token_id, logprobs=logprobs, error=error, is_corrupted=bool(error))
         return tokens
 
 
@@ -271,6 +271,45 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "stop_token_ids",
         "invalid_value",
     ),
+    ("completions", {"model": "fast", "prompt": "x", "best_of": 3}, 400, "best_of", "unsupported_parameter"),
+    (
+        "completions",
+        {"model": "fast", "prompt": "x", "logit_bias": {str(2**40): 1}},
+        400,
+        "logit_bias",
+        "invalid_value",
+    ),
+    ("completions", {"model": "fast", "prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias.a", "invalid_value"),
+    ("completions", {"model": "fast", "prompt": "x", "logit_bias": {"7": 101}}, 400, "logit_bias", "invalid_value"),
+    (
+        "completions",
+        {"model": "fast", "prompt": "x", "guided_regex": "a"},
+        400,
+        "guided_regex",
+        "unsupported_parameter",
+    ),
+    (
+        "completions",
+        {"model": "fast", "prompt": "x", "guided_regex": "a", "guided_choice": ["a"]},
+        400,
+        "guided_choice",
+        "invalid_value",
+    ),
+    (
+        "chat/completions",
+        {"model": "fast", "messages": USER, "response_format": {"type": "json_object"}},
+        400,
+        "response_format",
+        "unsupported_parameter",
+    ),
+    (
+        "chat/completions",
+        {"model": "fast", "messages": USER, "response_format": {"type": "xml"}},
+        400,
+        "response_format.type",
+        "invalid_value",
+    ),
+    ("chat/completions", {"model": "fast", "messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": []}, 400, "messages", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": [{"role": "boss"}]}, 400, "messages.0.role", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": USER, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
@@ -422,6 +461,10 @@ async def test_one_bad_request_fails_alone(start_engine: StartEngine, fast_profi
         good = asyncio.create_task(client.completions.create(model="fast", prompt="x", max_tokens=50))
         with pytest.raises(openai.InternalServerError, match="not numbers"):
             await client.completions.create(model="fast", prompt="x", max_tokens=5, seed=666)
+        async with http_of(engine) as http:
+            metrics = (await http.get("/metrics")).text
+        assert "\ntidegate_engine_corrupted_requests_total 1.0" in metrics
+        assert 'vllm:corrupted_requests_total{engine="0",model_name="fast"} 1.0' in metrics
         assert (await good).usage.completion_tokens == 50  # type: ignore[union-attr]
 
 

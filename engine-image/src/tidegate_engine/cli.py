@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.precision import (
     CHECKPOINT_METHODS,
     DTYPES,
@@ -107,6 +108,7 @@ def _serve(args: argparse.Namespace) -> int:
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
         max_queued=args.max_num_queued_reqs,
+        speculation=_read_speculation(args),
     )
     try:
         return run(options, load)
@@ -132,11 +134,13 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
 
 
 def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel":
+    from tidegate_engine.cgroup import Machine
     from tidegate_engine.serve import LoadedModel
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)
     try:
+        from tidegate_engine.grammars import Grammars
         from tidegate_engine.tokenizer import load_tokenizer
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
@@ -150,7 +154,8 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
         max_model_len=args.max_model_len,
     )
     tokenizer = load_tokenizer(path)
-    return LoadedModel(TorchRunner(path, options=options), tokenizer)
+    grammars = Grammars.of(tokenizer, threads=Machine().cpus())
+    return LoadedModel(TorchRunner(path, options=options, masks=grammars), tokenizer)
 
 
 def _read_precision(args: argparse.Namespace) -> Precision:
@@ -214,6 +219,17 @@ def _read_settings(args: argparse.Namespace) -> SettingsFile:
     if violation := find_violation(settings, envelope):
         raise ConfigError("SettingsInvalid", violation.reason)
     return SettingsFile(0, settings, envelope, DEFAULT_PATTERNS)
+
+
+def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
+    if args.speculative_config is None:
+        return None
+    if args.runner == "modelled":
+        raise ConfigError("FlagsInvalid", "--speculative-config needs --runner torch: made-up text cannot be guessed")
+    try:
+        return parse_speculative_config(json.loads(args.speculative_config))
+    except ValueError as error:
+        raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
 
 
 def _admin_keys_path(args: argparse.Namespace) -> Path | None:
@@ -308,6 +324,11 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--quantization", metavar="METHOD",
         help="for vLLM's users: fp8 and int8 quantise while loading; gguf, awq, gptq, mlx, compressed-tensors keep "
         "what the checkpoint has",
+    )  # fmt: skip
+    group.add_argument(
+        "--speculative-config", metavar="JSON",
+        help='guess tokens from what stood there before, e.g. {"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}; the text stays the same; default: off',
     )  # fmt: skip
 
 

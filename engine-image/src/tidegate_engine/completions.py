@@ -7,7 +7,7 @@ Owns what a call means: prompts to ids, limits, choices, stop strings, usage. Th
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,12 +27,15 @@ from tidegate_engine.openai import (
     event,
 )
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
+from tidegate_engine.structured import StructureError, compile_grammar
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat may fill the context."""
 INLINE_ENCODE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, so that the event loop stays free."""
 RETRY_AFTER_SECONDS = 1
+GRAMMAR_SECONDS = 5.0
+"""How long the check of a schema or grammar may take."""
 
 
 class Tokenizer(Protocol):
@@ -62,6 +65,8 @@ class Limits:
     max_model_len: int
     kv_tokens: int
     max_queued: int | None = None
+    structured_outputs: bool = False
+    """Whether the runner can hold an answer to a grammar."""
 
 
 class Choice:
@@ -221,19 +226,19 @@ class Completions:
     async def begin_completion(self, call: CompletionCall, *, arrival: float) -> Generation:
         self._check(call)
         prompts = [prompt if isinstance(prompt, list) else await self.encode(prompt) for prompt in call.prompts()]
-        params = call.sampling(logprobs=call.logprobs)
+        params = await self._params(call, logprobs=call.logprobs)
         wanted = DEFAULT_COMPLETION_TOKENS if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
         return self._begin(call, prompts, plan, is_chat=False)
 
     async def begin_chat(self, call: ChatCall, *, arrival: float) -> Generation:
         self._check(call)
+        if call.top_logprobs and not call.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
         prompt = await self.encode_chat(call.messages)
-        logprobs = (call.top_logprobs or 0) if call.logprobs else None
+        params = await self._params(call, logprobs=(call.top_logprobs or 0) if call.logprobs else None)
         max_tokens = call.max_completion_tokens or call.max_tokens
-        plan = _Plan(
-            call.sampling(logprobs=logprobs), arrival, max_tokens=max_tokens, param="messages", default=not max_tokens
-        )
+        plan = _Plan(params, arrival, max_tokens=max_tokens, param="messages", default=not max_tokens)
         return self._begin(call, [prompt], plan, is_chat=True)
 
     async def encode(self, text: str) -> list[int]:
@@ -257,7 +262,7 @@ class Completions:
                 404, f"the model {name!r} does not exist; served here: {served}", param="model", code="model_not_found"
             )
 
-    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
+    def check_ids(self, ids: Iterable[int], *, param: str) -> None:
         if any(not 0 <= token_id < self.tokenizer.vocab_size for token_id in ids):
             raise ApiError(
                 400,
@@ -271,6 +276,29 @@ class Completions:
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
         self.check_ids(call.stop_token_ids or (), param="stop_token_ids")
+        self.check_ids(call.logit_bias or (), param="logit_bias")
+
+    async def _params(self, call: CallFields, *, logprobs: int | None) -> SamplingParams:
+        """How the call's tokens are chosen; a schema or grammar is checked in a thread, since it may take long."""
+        params = call.sampling(logprobs=logprobs)
+        try:
+            structure = call.structure()
+            if structure is None:
+                return params
+            if not self.limits.structured_outputs:
+                raise ApiError(
+                    400,
+                    f"{structure.param} is not supported here: this engine makes up its text and follows no grammar",
+                    param=structure.param,
+                    code="unsupported_parameter",
+                )
+            grammar = await asyncio.wait_for(asyncio.to_thread(compile_grammar, structure), GRAMMAR_SECONDS)
+        except StructureError as error:
+            raise ApiError(400, str(error), param=error.param, code="invalid_value") from error
+        except TimeoutError as error:
+            message = f"the schema or grammar is too complex: checking it takes over {GRAMMAR_SECONDS:.0f} seconds"
+            raise ApiError(400, message, code="invalid_value") from error
+        return replace(params, grammar=grammar)
 
     def _begin(self, call: CallFields, prompts: list[list[int]], plan: "_Plan", *, is_chat: bool) -> Generation:
         count = call.n or 1

@@ -268,6 +268,8 @@ class Engine:
                     itl[live.cell].observe(interval)
                 else:
                     self._count_first_token(request, live.cell)
+            elif token is not None and token.is_corrupted:
+                counts.corrupted_requests += 1
             output = Output(None if error else token, reason, error)
             if reason is None:
                 outbox.append((live.sink, output))

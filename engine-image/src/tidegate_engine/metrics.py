@@ -93,6 +93,9 @@ class Snapshot:
     memory_bytes: Mapping[str, int]
     """By kind: weights, kv, workspace, host; only what is known."""
     start_seconds: Mapping[str, float]
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class Counts:
     generation_tokens: int = 0
     steps: int = 0
     failed_steps: int = 0
+    corrupted_requests: int = 0
     settings_changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "rejected": 0, "reverted": 0})
 
     def __post_init__(self) -> None:
@@ -294,6 +298,13 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         ("generation_tokens", "Tokens generated.", counts.generation_tokens),
         ("steps", "Steps computed.", counts.steps),
         ("failed_steps", "Steps that failed with all their requests.", counts.failed_steps),
+        (
+            "corrupted_requests",
+            "Requests that failed since the model's output was not finite.",
+            counts.corrupted_requests,
+        ),
+        ("draft_tokens", "Tokens guessed ahead by speculative decoding.", now.drafted_tokens),
+        ("accepted_draft_tokens", "Guessed tokens that were right.", now.accepted_tokens),
     )
     for name, text, value in totals:
         yield _counter(f"{PREFIX}{name}", text, (), [((), value)])
@@ -391,6 +402,9 @@ class _Aliases:
         yield self._one(_counter, "generation_tokens", counts.generation_tokens)
         yield self._one(_counter, "prefix_cache_queries", counts.prompt_tokens)
         yield self._one(_counter, "prefix_cache_hits", counts.cached_prompt_tokens)
+        yield self._one(_counter, "corrupted_requests", counts.corrupted_requests)
+        yield self._one(_counter, "spec_decode_num_draft_tokens", self._now.drafted_tokens)
+        yield self._one(_counter, "spec_decode_num_accepted_tokens", self._now.accepted_tokens)
         yield self._one(_counter, "num_preemptions", sum(self._now.preemptions.values()))
         yield _counter(
             "vllm:request_success",

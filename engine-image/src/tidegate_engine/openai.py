@@ -12,12 +12,15 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidegate_engine.request import SamplingParams
+from tidegate_engine.structured import StructureFields
 
 MAX_CHOICES = 16
 """Cap of `n`: one call may not take a whole batch."""
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 1024
 UNIONS = {
     "prompt": f"a text, token ids, or a list of up to {MAX_PROMPTS} of these",
     "stop": f"a text or a list of up to {MAX_STOPS} texts",
@@ -26,6 +29,7 @@ UNIONS = {
 DONE = b"data: [DONE]\n\n"
 
 CallT = TypeVar("CallT", bound=BaseModel)
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
@@ -48,7 +52,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class CallFields(BaseModel):
+class CallFields(StructureFields):
     """What both APIs share: OpenAI's fields, and vLLM's extra sampling ones. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
@@ -66,17 +70,17 @@ class CallFields(BaseModel):
     seed: int | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: StopList | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     cache_salt: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
 
     def unsupported_field(self) -> str | None:
         """Name of a field that is set and would have to be ignored silently: refused instead."""
-        return "logit_bias" if self.logit_bias else None
+        return None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -96,6 +100,7 @@ class CallFields(BaseModel):
             min_tokens=self.min_tokens or 0,
             ignore_eos=self.ignore_eos,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=tuple((self.logit_bias or {}).items()),
         )
 
 
@@ -158,13 +163,10 @@ class ChatCall(CallFields):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     def unsupported_field(self) -> str | None:
         if self.tools:
             return "tools"
-        if self.response_format and self.response_format.get("type") != "text":
-            return "response_format"
         return super().unsupported_field()
 
 

@@ -41,9 +41,13 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)"""
+    grammar: str | None = None
+    """llguidance's grammar that the whole answer follows; its end ends the answer."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One inference request. Times are seconds of the caller's monotonic clock."""
 
@@ -114,6 +118,8 @@ class StepItem(NamedTuple):
     blocks: Sequence[int]
     """The request's own block table (no copy), long enough for start + count tokens. Valid until the step's commit,
     also when the request is aborted meanwhile; it may be longer than needed."""
+    drafts: Sequence[int] = ()
+    """Guesses of the tokens that follow the known ones; the last positions of the item, and each yields a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +143,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """What a runner returns for an item that samples. `is_eos` is the model's word; the scheduler decides."""
 
     token_id: int
@@ -146,6 +151,12 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     """Set when this one request failed in the step (NaN logits, ...): it is finished with reason `error`."""
+    is_corrupted: bool = False
+    """The error is the model's: what it computed is not finite."""
+    is_final: bool = False
+    """Nothing may follow (a grammar's end), whatever the minimum length says."""
+    following: "tuple[SampledToken, ...]" = ()
+    """Tokens after it that the step yields too, as far as its drafts were right."""
 
 
 class TokenEvent(NamedTuple):

@@ -30,6 +30,8 @@ class ModelInfo:
     gpu_product: str | None
     gpu_count: int
     eos_token_ids: tuple[int, ...]
+    structured_outputs: bool = False
+    """Whether answers can be held to a grammar."""
 
 
 class Runner(Protocol):

@@ -5,9 +5,10 @@ to their end and the block pool's books; it knows no tokens' meaning, no text, n
 """
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
+from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
 from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, StepItem, TokenEvent
 from tidegate_engine.settings import OSL_EDGES, BatchSettings
 
@@ -46,10 +47,22 @@ class Scheduler:
     in order of (priority, arrival); the last gives way, so the first always advances and everything ends.
     """
 
-    def __init__(self, settings: BatchSettings, blocks: BlockPool, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        settings: BatchSettings,
+        blocks: BlockPool,
+        *,
+        max_model_len: int,
+        speculation: NgramSpeculation | None = None,
+    ) -> None:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.preemptions = {"kv": 0, "policy": 0}
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        """Of `drafted_tokens`, those that were right."""
+        self._speculation = speculation
+        self._ngrams: dict[str, NgramIndex] = {}
         self._settings = settings
         self._settings_version = 1
         self._running: list[Request] = []
@@ -205,6 +218,8 @@ class Scheduler:
             budget -= self._prefill(request, budget, items)
         if self._waiting and self.preemptions["kv"] == preempted_before:
             self._admit(budget, items, now)
+        if self._speculation is not None:
+            self._add_drafts(items, self._speculation)
         self._step_id += 1
         step = Step(self._step_id, tuple(items), self._settings_version)
         if items:
@@ -225,7 +240,7 @@ class Scheduler:
         block_tokens = pool.block_tokens
         running_state = RequestState.RUNNING
         finished = False
-        for request, _, _, samples, _ in step.items:
+        for request, _, _, samples, _, drafts in step.items:
             if request.state is not running_state:
                 continue
             token = None
@@ -249,6 +264,8 @@ class Scheduler:
                 request.first_token_at = now
             request.last_token_at = now
             events.append(TokenEvent(request, token, reason, None if before is None else now - before))
+            if drafts and token is not None and reason is None:
+                reason = self._commit_drafts(request, token, drafts, events)
             if reason is not None:
                 self._finish(request, reason, now)
                 finished = True
@@ -397,6 +414,58 @@ class Scheduler:
         items.append(StepItem(request, start, count, count == left, request.blocks))
         return count
 
+    def _add_drafts(self, items: list[StepItem], speculation: NgramSpeculation) -> None:
+        """Let decodes guess ahead with what the budget leaves, where their blocks reach or unneeded ones are there."""
+        budget = self._settings.max_num_batched_tokens - sum([item.count for item in items])
+        block_tokens = self.blocks.block_tokens
+        for index, item in enumerate(items):
+            request = item.request
+            if budget <= 0:
+                return
+            if item.count != 1 or item.start + 1 != request.total_tokens:
+                continue
+            if not request.prompt_ids or not request.output_ids:  # a simulator's request, or the prompt's last token
+                continue
+            # The step yields one token more than are right, and never more than the request may have.
+            most = min(budget, request.max_tokens - request.output_tokens - 1)
+            drafts = self._index_of(request, speculation).propose(most)
+            missing = -(-(item.start + 1 + len(drafts)) // block_tokens) - len(request.blocks)
+            if missing > 0 and self.blocks.available - missing < len(self._running):
+                drafts = drafts[: len(request.blocks) * block_tokens - item.start - 1]
+                missing = 0
+            if not drafts:
+                continue
+            request.blocks += self.blocks.allocate(max(0, missing))
+            budget -= len(drafts)
+            items[index] = StepItem(request, item.start, 1 + len(drafts), True, item.blocks, drafts)
+
+    def _index_of(self, request: Request, speculation: NgramSpeculation) -> NgramIndex:
+        index = self._ngrams.get(request.id)
+        if index is None:
+            index = self._ngrams[request.id] = NgramIndex(speculation, request.prompt_ids)
+        index.extend(request.output_ids[len(index) - request.prompt_tokens :])
+        return index
+
+    def _commit_drafts(
+        self, request: Request, token: SampledToken, drafts: Sequence[int], events: list[TokenEvent]
+    ) -> FinishReason | None:
+        """Book the tokens that came with the first one, whose keys and values the step wrote; returns how it ended."""
+        reason = None
+        for following in token.following:
+            request.num_computed += 1
+            request.output_ids.append(following.token_id)
+            request.output_tokens += 1
+            reason = _end_of(request, following)
+            events.append(TokenEvent(request, following, reason, 0.0))
+            if reason is not None:
+                break
+        if request.num_computed // self.blocks.block_tokens > request.num_published:
+            self.blocks.publish(request)
+        self.drafted_tokens += len(drafts)
+        self.accepted_tokens += len(token.following)
+        self._ngrams[request.id].learn(proposed=len(drafts), accepted=len(token.following))
+        return reason
+
     def _admit(self, budget: int, items: list[StepItem], now: float) -> None:
         """Start waiting requests while there is room; one without room may be overtaken, but not for ever."""
         pressure = (
@@ -465,6 +534,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.finished_at = now
+        self._ngrams.pop(request.id, None)
         del self._requests[request.id]
 
     def _land(self, step: Step) -> None:
@@ -501,5 +571,7 @@ def _end_of(request: Request, token: SampledToken | None) -> FinishReason | None
         and request.output_tokens >= params.min_tokens
         and ((token.is_eos and not params.ignore_eos) or token.token_id in params.stop_token_ids)
     ):
+        return FinishReason.STOP
+    if token is not None and token.is_final:
         return FinishReason.STOP
     return FinishReason.LENGTH if request.output_tokens >= request.max_tokens else None

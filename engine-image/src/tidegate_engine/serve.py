@@ -30,6 +30,7 @@ from tidegate_engine.completions import Completions, Limits, Tokenizer
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine
 from tidegate_engine.metrics import EngineMetrics, Snapshot, host_memory_bytes
+from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.runner import Runner
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.server import ApiParts, create_api
@@ -74,6 +75,7 @@ class ServeOptions:
     object_uid: str | None = None
     api_keys: tuple[str, ...] = ()
     max_queued: int | None = None
+    speculation: NgramSpeculation | None = None
 
 
 class ServeError(Exception):
@@ -199,6 +201,7 @@ class Process:
             info.max_model_len,
             engine.scheduler.blocks.usable * info.block_tokens,
             options.max_queued,
+            structured_outputs=info.structured_outputs,
         )
         parts = ApiParts(
             completions=Completions(engine, model.tokenizer, limits),
@@ -283,7 +286,7 @@ def _build_engine(model: LoadedModel, options: ServeOptions) -> tuple[Engine, Li
     info = model.runner.info
     file = options.settings
     pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=options.prefix_caching)
-    scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len)
+    scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=options.speculation)
     metrics = EngineMetrics(
         options.served_names[0],
         patterns=file.patterns,
@@ -323,6 +326,8 @@ def _snapshot(engine: Engine, batching: LiveBatching) -> Snapshot:
         step_model_samples=engine.fit.samples,
         memory_bytes=memory if host is None else {**memory, "host": host},
         start_seconds=runner.start_seconds,
+        drafted_tokens=scheduler.drafted_tokens,
+        accepted_tokens=scheduler.accepted_tokens,
     )
 
 

@@ -46,8 +46,10 @@ def shape_of(items: Iterable[tuple[int, int, bool]]) -> StepShape:
 
 
 def shape_of_step(step: Step) -> StepShape:
-    """Shape of a planned step. An item of one token that samples is a decode."""
-    return shape_of((item.start, item.count, item.count > 1 or not item.samples) for item in step.items)
+    """Shape of a planned step. An item of one token that samples is a decode, with or without drafts behind it."""
+    return shape_of(
+        (item.start, item.count, item.count - len(item.drafts) > 1 or not item.samples) for item in step.items
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
-from tidegate_engine.sampling import sample
+from tidegate_engine.sampling import Masks, Sampler
 from tidegate_engine.steptime import StepModel
 from tidegate_engine.transformer import (
     DecoderConfig,
@@ -66,9 +67,11 @@ class TorchOptions:
 
 
 class TorchRunner:
-    """A loaded model. Raises ModelError when it cannot be served."""
+    """A loaded model; with `masks`, answers can be held to grammars. Raises ModelError when it cannot be served."""
 
-    def __init__(self, model_path: Path | str, *, options: TorchOptions | None = None) -> None:
+    def __init__(
+        self, model_path: Path | str, *, options: TorchOptions | None = None, masks: Masks | None = None
+    ) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
         checkpoint = open_checkpoint(model_path)
@@ -85,7 +88,7 @@ class TorchRunner:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
-        self._entropy = secrets.token_bytes(16)
+        self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
         self._info = ModelInfo(
             name=options.name or checkpoint.name,
@@ -103,6 +106,7 @@ class TorchRunner:
             gpu_product=None,
             gpu_count=0,
             eos_token_ids=checkpoint.eos_token_ids,
+            structured_outputs=masks is not None,
         )
         self._warm_up()
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
@@ -125,7 +129,8 @@ class TorchRunner:
         self._set_threads()
         # Decodes first and by length: neighbours of like length are attended in one call.
         items = sorted(step.items, key=lambda item: (item.count > 1, item.start))
-        token_ids = [token for item in items for token in item.request.token_ids(item.start, item.count)]
+        token_ids = [token for item in items for token in _token_ids(item)]
+        self._sampler.prepare(items)
         self._clear_unwritten(items)
         batch = ragged_batch(
             [item.count for item in items],
@@ -133,19 +138,18 @@ class TorchRunner:
             [item.blocks for item in items],
             cache=self._caches[0],
         )
-        sampling = [index for index, item in enumerate(items) if item.samples]
         logits = forward(
             self._decoder,
             torch.tensor(token_ids),
             batch,
             caches=self._caches,
-            logits_rows=batch.query_starts[1:][sampling] - 1,
+            logits_rows=_sampled_rows(items, batch.query_starts.tolist()),
         )
-        requests = [items[index].request for index in sampling]
-        if not requests:
+        sampled = [item for item in items if item.samples]
+        if not sampled:
             return {}
-        tokens = sample(logits, requests, eos_ids=self._info.eos_token_ids, entropy=self._entropy)
-        return {request.id: token for request, token in zip(requests, tokens, strict=True)}
+        tokens = self._sampler.sample(logits, sampled)
+        return {item.request.id: token for item, token in zip(sampled, tokens, strict=True)}
 
     def _set_threads(self) -> None:
         """torch keeps the number for each thread that calls it."""
@@ -181,6 +185,20 @@ class TorchRunner:
             self.run(Step(0, items, 0))
         for part in self._pool:
             part[:, :, : max(blocks) + 1] = 0
+
+
+def _token_ids(item: StepItem) -> list[int]:
+    if not item.drafts:
+        return item.request.token_ids(item.start, item.count)
+    return [*item.request.token_ids(item.start, item.count - len(item.drafts)), *item.drafts]
+
+
+def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
+    """The rows whose logits are wanted: an item's last known token, and each of its drafts."""
+    ends = zip(items, query_starts[1:], strict=True)
+    return torch.tensor(
+        [row for item, end in ends if item.samples for row in range(end - 1 - len(item.drafts), end)], dtype=torch.long
+    )
 
 
 def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:

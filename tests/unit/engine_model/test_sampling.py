@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.request import Request, SamplingParams
-from tidegate_engine.sampling import choose, sample, uniform
+from tidegate_engine.request import Request, SampledToken, SamplingParams, StepItem
+from tidegate_engine.sampling import Sampler, choose, uniform
 
 VOCAB = 50
 EOS = (7,)
@@ -24,18 +24,24 @@ def request(name: str = "a", *, output: list[int] | None = None, **params: Any) 
     return made
 
 
+def sample(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
+    items = [StepItem(request, 0, 1, True, ()) for request in requests]
+    return Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, items)
+
+
 def draw_logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
 def chosen_ids(logits: torch.Tensor, params: SamplingParams, draws: int = 400) -> Counter[int]:
     """How often each token is chosen when the randomness runs evenly through [0, 1)."""
-    return Counter(choose(logits, params, (place + 0.5) / draws) for place in range(draws))
+    randoms = [(place + 0.5) / draws for place in range(draws)]
+    return Counter(choose(logits.repeat(draws, 1), [params] * draws, randoms))
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:
     logits = draw_logits(1, rows=5)
-    tokens = sample(logits, [request(str(i), temperature=0) for i in range(5)], eos_ids=EOS, entropy=ENTROPY)
+    tokens = sample(logits, [request(str(i), temperature=0) for i in range(5)])
     assert [token.token_id for token in tokens] == logits.argmax(-1).tolist()
 
 
@@ -93,15 +99,15 @@ def test_penalties_lower_what_was_said() -> None:
     ]
     for params in penalties:
         said = request(output=[4, 4], temperature=0, **params)
-        assert sample(logits, [said], eos_ids=EOS, entropy=ENTROPY)[0].token_id == 9, params
+        assert sample(logits, [said])[0].token_id == 9, params
         fresh = request(temperature=0, **params)
-        assert sample(logits, [fresh], eos_ids=EOS, entropy=ENTROPY)[0].token_id == 4
+        assert sample(logits, [fresh])[0].token_id == 4
 
 
 def test_repetition_is_penalised_in_the_prompt_too_and_makes_negative_logits_less_likely() -> None:
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, 2], logits[0, 9] = -1.0, -1.5
-    tokens = sample(logits, [request(temperature=0, repetition_penalty=2.0)], eos_ids=EOS, entropy=ENTROPY)
+    tokens = sample(logits, [request(temperature=0, repetition_penalty=2.0)])
     assert tokens[0].token_id == 9
 
 
@@ -109,8 +115,8 @@ def test_no_end_before_the_minimum_length() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8], logits[0, 9] = 5.0, 4.0, 3.0
     params: dict[str, Any] = {"temperature": 0, "min_tokens": 2, "stop_token_ids": (8,)}
-    early = sample(logits, [request(output=[1], **params)], eos_ids=EOS, entropy=ENTROPY)[0]
-    late = sample(logits, [request(output=[1, 1], **params)], eos_ids=EOS, entropy=ENTROPY)[0]
+    early = sample(logits, [request(output=[1], **params)])[0]
+    late = sample(logits, [request(output=[1, 1], **params)])[0]
     assert (early.token_id, early.is_eos) == (9, False)
     assert (late.token_id, late.is_eos) == (7, True)
 
@@ -121,9 +127,9 @@ def test_a_result_does_not_depend_on_the_batch(seed: int, others: int) -> None:
     logits = draw_logits(seed, rows=others + 1)
     mine = request("mine", seed=seed, top_p=0.9, top_k=20, logprobs=2, presence_penalty=0.3, output=[4])
     rest = [request(f"other {i}", temperature=0.2 * i, min_p=0.1, seed=3) for i in range(others)]
-    alone = sample(logits[:1], [mine], eos_ids=EOS, entropy=ENTROPY)[0]
-    first = sample(logits, [mine, *rest], eos_ids=EOS, entropy=ENTROPY)[0]
-    last = sample(logits.flip(0), [*rest, mine], eos_ids=EOS, entropy=ENTROPY)[-1]
+    alone = sample(logits[:1], [mine])[0]
+    first = sample(logits, [mine, *rest])[0]
+    last = sample(logits.flip(0), [*rest, mine])[-1]
     assert alone == first == last
 
 
@@ -132,10 +138,7 @@ def test_a_seed_fixes_the_result_and_another_seed_or_position_changes_it() -> No
     flat = logits * 0.01
 
     def ids(**changes: Any) -> list[int]:
-        return [
-            sample(flat, [request("x", output=[1] * place, **changes)], eos_ids=EOS, entropy=ENTROPY)[0].token_id
-            for place in range(20)
-        ]
+        return [sample(flat, [request("x", output=[1] * place, **changes)])[0].token_id for place in range(20)]
 
     assert ids(seed=1) == ids(seed=1)
     assert ids(seed=1) != ids(seed=2)
@@ -144,7 +147,7 @@ def test_a_seed_fixes_the_result_and_another_seed_or_position_changes_it() -> No
 
 def test_without_a_seed_requests_of_one_batch_differ() -> None:
     flat = torch.zeros(30, VOCAB)
-    tokens = sample(flat, [request(str(i)) for i in range(30)], eos_ids=EOS, entropy=ENTROPY)
+    tokens = sample(flat, [request(str(i)) for i in range(30)])
     assert len({token.token_id for token in tokens}) > 10
 
 
@@ -157,25 +160,104 @@ def test_the_random_numbers_are_even() -> None:
 
 def test_logprobs_are_those_of_the_model_whatever_the_temperature() -> None:
     logits = draw_logits(6)
-    token = sample(logits, [request(temperature=0.1, seed=1, logprobs=3)], eos_ids=EOS, entropy=ENTROPY)[0]
+    token = sample(logits, [request(temperature=0.1, seed=1, logprobs=3)])[0]
     expected = torch.log_softmax(logits[0], -1)
     assert token.logprobs is not None
     assert math.isclose(token.logprobs.logprob, float(expected[token.token_id]), abs_tol=1e-5)
     assert [token_id for token_id, _ in token.logprobs.top] == logits[0].topk(3).indices.tolist()
-    assert sample(logits, [request(logprobs=0)], eos_ids=EOS, entropy=ENTROPY)[0].logprobs is not None
-    assert sample(logits, [request()], eos_ids=EOS, entropy=ENTROPY)[0].logprobs is None
+    assert sample(logits, [request(logprobs=0)])[0].logprobs is not None
+    assert sample(logits, [request()])[0].logprobs is None
 
 
 @pytest.mark.parametrize("spoil", [math.nan, math.inf])
 def test_logits_that_are_not_finite_fail_their_own_row(spoil: float) -> None:
     logits = draw_logits(8, rows=3)
-    clean = sample(logits, [request(str(i), seed=1) for i in range(3)], eos_ids=EOS, entropy=ENTROPY)
+    clean = sample(logits, [request(str(i), seed=1) for i in range(3)])
     logits[1, 30] = spoil
-    tokens = sample(logits, [request(str(i), seed=1) for i in range(3)], eos_ids=EOS, entropy=ENTROPY)
-    assert tokens[1].error == "the model's logits are not finite"
+    tokens = sample(logits, [request(str(i), seed=1) for i in range(3)])
+    assert tokens[1].error == "the model's logits are not finite" and tokens[1].is_corrupted
     assert [tokens[0], tokens[2]] == [clean[0], clean[2]]
 
 
 def test_a_tiny_temperature_is_as_good_as_zero() -> None:
     logits = draw_logits(9)[0] * 100
-    assert choose(logits, SamplingParams(temperature=1e-9), 0.999) == int(logits.argmax())
+    token = sample(logits[None], [request(temperature=1e-9)])[0]
+    assert token.token_id == int(logits.argmax())
+    assert choose(logits[None].clone(), [SamplingParams(temperature=2e-5)], [0.999]) == [token.token_id]
+
+
+def test_a_bias_moves_its_tokens_and_no_other() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 4] = 5.0
+    biased = request(temperature=0, logit_bias=((4, -100.0), (9, 0.5)))
+    assert [token.token_id for token in sample(logits, [biased, request("b", temperature=0)])] == [9, 4]
+    assert {sample(logits, [request(str(n), logit_bias=((30, 100.0),)), biased])[0].token_id for n in range(20)} == {30}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.data())
+def test_rows_of_every_kind_side_by_side_get_what_each_gets_alone(seed: int, data: st.DataObject) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.2, "temperature": 2.0},
+        {"top_k": 40, "top_p": 0.5, "seed": 3},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.4, "output": [4, 9, 4]},
+        {"logit_bias": ((7, -100.0),), "top_p": 0.9},
+        {"min_tokens": 5, "logprobs": 3},
+        {"temperature": 0, "logprobs": 0, "presence_penalty": -1.0, "output": [1]},
+    ]
+    rows = data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=12))
+    logits = draw_logits(seed, rows=len(rows))
+    requests = [request(str(index), **kind) for index, kind in enumerate(rows)]
+    together = sample(logits, requests)
+    for index, mine in enumerate(requests):
+        alone = sample(logits[index : index + 1], [mine])[0]
+        assert together[index].token_id == alone.token_id
+        assert (together[index].logprobs is None) == (mine.params.logprobs is None)
+
+
+def test_a_large_vocabulary_is_drawn_from_evenly_also_beyond_the_last_whole_span() -> None:
+    vocab = 128 * 3 + 5
+    randoms = [(place + 0.5) / vocab for place in range(vocab)]
+    assert choose(torch.zeros(vocab, vocab), [SamplingParams()] * vocab, randoms) == list(range(vocab))
+    edge = 1 - 2**-53
+    logits = torch.zeros(1, vocab)
+    logits[0, 200:] = -torch.inf
+    assert choose(logits.clone(), [SamplingParams()], [edge]) == [199]
+    assert choose(logits.clone(), [SamplingParams(top_p=0.999999)], [edge])[0] < 200
+    assert choose(logits.clone(), [SamplingParams(min_p=1.0)], [0.0]) == [0]
+
+
+def test_drafts_are_accepted_as_far_as_they_are_what_would_have_been_chosen() -> None:
+    logits = draw_logits(3, rows=4)
+    for params in ({"temperature": 0}, {"seed": 5}, {"seed": 5, "frequency_penalty": 1.0, "top_p": 0.9}):
+        said = request(output=[8], **params)
+        expected: list[int] = []
+        for row in range(4):
+            step = request(output=[8, *expected], **params)
+            expected.append(sample(logits[row : row + 1], [step])[0].token_id)
+        for right in range(4):
+            drafts = [*expected[:right], *[(token + 1) % VOCAB for token in expected[right:3]]]
+            item = StepItem(said, 0, 4, True, (), drafts)
+            token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [item])[0]
+            assert [token.token_id, *(later.token_id for later in token.following)] == expected[: right + 1]
+
+
+def test_a_draft_after_which_the_logits_are_not_finite_is_left_to_the_next_step() -> None:
+    logits = draw_logits(4, rows=3)
+    best = logits.argmax(-1).tolist()
+    logits[1] = math.nan
+    item = StepItem(request(temperature=0), 0, 3, True, (), best[:2])
+    token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [item])[0]
+    assert (token.token_id, token.error, token.following) == (best[0], None, ())
+
+
+def test_a_request_that_bans_every_token_fails_alone() -> None:
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, 7] = 1.0
+    tokens = sample(logits, [request(temperature=0, min_tokens=3), request("b", temperature=0)])
+    assert (tokens[0].error, tokens[0].is_corrupted) == ("no token is left to choose from", False)
+    assert tokens[1].token_id == 7

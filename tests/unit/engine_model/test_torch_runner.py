@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.precision import Precision
 from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
 from tidegate_engine.scheduler import Scheduler
@@ -36,9 +37,16 @@ def prompt(seed: int, length: int) -> list[int]:
 PROMPTS = [prompt(seed, length) for seed, length in enumerate((1, 4, 5, 17, 30, 44))]
 
 
-def new_scheduler(*, budget: int = 512, chunk: int = 512, blocks: int = 200, caching: bool = False) -> Scheduler:
+def new_scheduler(
+    *,
+    budget: int = 512,
+    chunk: int = 512,
+    blocks: int = 200,
+    caching: bool = False,
+    speculation: NgramSpeculation | None = None,
+) -> Scheduler:
     pool = BlockPool(blocks, BLOCK, prefix_caching=caching)
-    return Scheduler(BatchSettings(16, budget, chunk), pool, max_model_len=256)
+    return Scheduler(BatchSettings(16, budget, chunk), pool, max_model_len=256, speculation=speculation)
 
 
 def serve(
@@ -108,6 +116,24 @@ def test_a_seeded_request_does_not_depend_on_its_batch(runner: TorchRunner) -> N
     batch = serve(runner, PROMPTS, params=SEEDED)
     assert batch == [serve(runner, [ids], params=SEEDED)[0] for ids in PROMPTS]
     assert batch != serve(runner, PROMPTS, params=dataclasses.replace(SEEDED, seed=12))
+
+
+REPETITIVE = [[5, 6, 7] * 7, [*PROMPTS[3], *PROMPTS[3]], [9] * 11, [*PROMPTS[4][:9], 4, *PROMPTS[4][:9]]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_guessing_ahead_changes_no_token_also_under_preemption(runner: TorchRunner, params: SamplingParams) -> None:
+    # A random model that has few words to say repeats itself.
+    params = dataclasses.replace(params, logit_bias=tuple((token_id, 100.0) for token_id in (5, 6, 7, 9)))
+    alone = [serve(runner, [ids], params=params, output=60)[0] for ids in REPETITIVE]
+    speculation = NgramSpeculation(4, 1, 3)
+    scheduler = new_scheduler(speculation=speculation)
+    assert serve(runner, REPETITIVE, scheduler=scheduler, params=params, output=60) == alone
+    assert 20 < scheduler.accepted_tokens < scheduler.drafted_tokens
+    tight = new_scheduler(blocks=45, speculation=speculation, caching=True)
+    tight._reserve_ratio = 0.0
+    assert serve(runner, REPETITIVE, scheduler=tight, params=params, output=60) == alone
+    assert tight.preemptions["kv"] > 0
 
 
 def test_the_paged_cache_gives_what_whole_recomputation_gives(
