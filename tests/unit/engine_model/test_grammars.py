@@ -270,7 +270,7 @@ async def test_over_http_answers_have_their_form_and_a_bad_schema_is_its_callers
         "required": ["tide"],
         "additionalProperties": False,
     }
-    form_of = {"type": "json_schema", "json_schema": {"name": "tide", "schema": schema}}
+    form_of: Any = {"type": "json_schema", "json_schema": {"name": "tide", "schema": schema}}
     question: Any = [{"role": "user", "content": "tide?"}]
     base_url = f"http://127.0.0.1:{engine.api_port}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
@@ -286,7 +286,8 @@ async def test_over_http_answers_have_their_form_and_a_bad_schema_is_its_callers
         plain = client.completions.create(
             model="fast", prompt="x", max_tokens=20, extra_body={"guided_choice": ["high", "low"]}
         )
-        answer, refusal, chosen = await asyncio.gather(good, bad, plain, return_exceptions=True)
+        answers: Any = await asyncio.gather(good, bad, plain, return_exceptions=True)
+    answer, refusal, chosen = answers
     assert isinstance(refusal, openai.BadRequestError)
     assert refusal.param == "response_format" and "wat" in refusal.message
     assert not isinstance(answer, BaseException) and not isinstance(chosen, BaseException)
