@@ -3,29 +3,31 @@
 A file's tests share fixtures, so they stay on one worker; those of a layer with a cluster share that, too.
 """
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-LAYERS_WITH_A_CLUSTER = ("e2e", "apiserver")
+LAYERS_WITH_A_CLUSTER = ("tests/e2e/", "tests/apiserver/")
 """Longest first: each gets a worker of its own at once, and the rest fills what is left."""
 
 
+class LayerScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands out whole layers where these have a cluster, and whole files elsewhere."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((layer for layer in LAYERS_WITH_A_CLUSTER if layer in nodeid), nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LayerScheduling:
+    return LayerScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
-    items.sort(key=lambda item: _rank(item.path))
+    items.sort(key=lambda item: _rank(item.path.as_posix()))
 
 
-def _layer(path: Path) -> str:
-    return path.relative_to(Path(__file__).parent).parts[0]
-
-
-def _group(path: Path) -> str:
-    layer = _layer(path)
-    return layer if layer in LAYERS_WITH_A_CLUSTER else str(path)
-
-
-def _rank(path: Path) -> int:
-    layer = _layer(path)
-    return LAYERS_WITH_A_CLUSTER.index(layer) if layer in LAYERS_WITH_A_CLUSTER else len(LAYERS_WITH_A_CLUSTER)
+def _rank(path: str) -> int:
+    ranks = (rank for rank, layer in enumerate(LAYERS_WITH_A_CLUSTER) if layer in path)
+    return next(ranks, len(LAYERS_WITH_A_CLUSTER))
