@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
-from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
+from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
@@ -60,6 +61,8 @@ class TorchOptions:
 
     name: str | None = None
     precision: Precision = field(default_factory=Precision)
+    quantisation: str | None = None
+    """How the checkpoint is expected to be quantised."""
     block_tokens: int = 16
     kv_blocks: int | None = None
     max_model_len: int | None = None
@@ -75,13 +78,21 @@ class TorchRunner:
         options = options or TorchOptions()
         started = time.monotonic()
         checkpoint = open_checkpoint(model_path)
+        if options.quantisation not in (None, checkpoint.quantisation):
+            found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
+            raise ModelError(
+                "QuantizationMismatch",
+                f"{checkpoint.path} is {found}, and {options.quantisation} was asked for; leave --quantization out",
+            )
         self._threads = options.threads or Machine().cpus()
         self._threads_set_in: int | None = None
         context = _context_tokens(checkpoint.config, options.max_model_len)
         # Some models turn by frequencies that follow from the context that is served.
         config = replace(checkpoint.config, context_tokens=context)
-        precision = _settle(options.precision, config, checkpoint.stored_bytes)
-        self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
+        precision = as_stored(options.precision) if checkpoint.packed else options.precision
+        precision = _settle(precision, config, checkpoint.stored_bytes)
+        with freed_at_once():
+            self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
         blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
         if blocks < 2:
