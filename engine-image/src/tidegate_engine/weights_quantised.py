@@ -430,6 +430,8 @@ def _order(module: str, groups: Tensor | None, columns: int, group: int) -> Tens
         return None
     if groups.dim() != 1 or groups.shape[0] != columns:
         raise QuantisationError(f"has groups for {groups.numel()} of the {columns} columns of {module}")
+    if groups.is_floating_point():
+        raise QuantisationError(f"has the groups of the columns of {module} as {groups.dtype}, not as whole numbers")
     expected = torch.arange(columns) // group
     if torch.equal(groups.to(torch.int64), expected) or bool((groups == -1).all()):
         return None
