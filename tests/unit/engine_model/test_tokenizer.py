@@ -196,3 +196,16 @@ def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(writ
     bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         bare.chat(MESSAGES)
+
+
+def test_another_template_may_be_used_and_renders_tools(tokenizer: ModelTokenizer, real_model: Path) -> None:
+    own = load_tokenizer(real_model)
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{{ eos_token }}"
+    own.use_template(source)
+    assert own.chat_template == source != tokenizer.chat_template
+    assert own.render_chat(MESSAGES[:1]) == "Be brief.<|im_end|>"
+    rendered = own.render_chat(MESSAGES[:1], tools=tools)
+    assert rendered == '[{"type": "function", "function": {"name": "tide", "parameters": {}}}]Be brief.<|im_end|>'
+    with pytest.raises(ChatTemplateError, match="cannot be read"):
+        own.use_template("{% if %}")
