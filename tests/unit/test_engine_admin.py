@@ -345,6 +345,7 @@ async def test_an_order_that_nobody_waits_for_any_more_is_dropped_and_the_engine
             late = await admin.patch(BATCHING, json={"max_num_seqs": 8})
             assert late.status_code == 503 and late.json()["error"]["code"] == "busy"
             runner.is_held = False
+            monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 30.0)
             assert (await call).status_code == 200
             assert (await admin.get(BATCHING)).json()["effective"]["max_num_seqs"] == 32
             assert (await admin.patch(BATCHING, json={"max_num_seqs": 8})).status_code == 200
