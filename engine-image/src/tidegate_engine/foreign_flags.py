@@ -30,6 +30,7 @@ REFUSED: dict[str, str] = {
     "--model-path": "use --model",
     "--model-id": "use --model",
     "--tokenizer": "the tokenizer is the checkpoint's own",
+    "--kv-cache-dtype-skip-layers": "the KV cache has one format for all layers, that of --kv-cache-dtype",
     "--mem-fraction-static": "use --num-gpu-blocks-override",
     "--chunked-prefill-size": "use --long-prefill-token-threshold",
     "--max-running-requests": "use --max-num-seqs",
