@@ -16,6 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.context import ContextPolicy
+from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.precision import (
     CHECKPOINT_METHODS,
@@ -38,6 +40,7 @@ from tidegate_engine.settings import (
     parse_settings_file,
 )
 from tidegate_engine.steptime import Profile, load_profile, profile_names
+from tidegate_engine.tool_calls import FORMATS
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
@@ -83,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+        logger.info("--enable-auto-tool-choice: the format of tool calls is recognised from the chat template")
     try:
         from tidegate_engine.serve import LoadedModel, ServeError, ServeOptions, run
     except ImportError as error:
@@ -113,6 +118,9 @@ def _serve(args: argparse.Namespace) -> int:
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
         max_queued=args.max_num_queued_reqs,
+        context_policy=ContextPolicy(args.context_policy),
+        tool_call_parser=args.tool_call_parser,
+        honours_priority=args.scheduling_policy == "priority",
         speculation=_read_speculation(args),
     )
     try:
@@ -145,6 +153,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
 
     path = find_model_file(args.model)
     try:
+        from tidegate_engine.chat import ChatTemplateError
         from tidegate_engine.grammars import Grammars
         from tidegate_engine.tokenizer import load_tokenizer
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
@@ -160,6 +169,11 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
         max_model_len=args.max_model_len,
     )
     tokenizer = load_tokenizer(path)
+    if args.chat_template is not None:
+        try:
+            tokenizer.use_template(_read_text(args.chat_template))
+        except ChatTemplateError as error:
+            raise ConfigError("FlagsInvalid", f"--chat-template {args.chat_template}: {error}") from error
     grammars = Grammars.of(tokenizer, threads=Machine().cpus())
     return LoadedModel(TorchRunner(path, options=options, masks=grammars), tokenizer)
 
@@ -236,6 +250,13 @@ def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
         return parse_speculative_config(json.loads(args.speculative_config))
     except ValueError as error:
         raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("FlagsInvalid", f"{path} cannot be read: {error}") from error
 
 
 def _admin_keys_path(args: argparse.Namespace) -> Path | None:
@@ -350,6 +371,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings_flags(serve.add_argument_group("batch settings"))
     _add_listener_flags(serve.add_argument_group("listeners and access"))
     _add_life_flags(serve.add_argument_group("probes and leaving"))
+    _add_queue_flags(serve.add_argument_group("queue"))
+    _add_answer_flags(serve.add_argument_group("prompts and answers"))
+    add_foreign_flags(serve)
     return parser
 
 
@@ -451,6 +475,31 @@ def _add_life_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--liveness-stall-seconds", type=_seconds, default=120.0, metavar="SECONDS",
         help="work without progress for so long means hung",
+    )  # fmt: skip
+
+
+def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
+        help="priority lets a request name its own (`priority`, lower is sooner); fcfs refuses one that does",
+    )  # fmt: skip
+
+
+def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--context-policy", choices=[policy.value for policy in ContextPolicy], default=ContextPolicy.REJECT.value,
+        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens",
+    )  # fmt: skip
+    group.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"
+    )
+    group.add_argument(
+        "--tool-call-parser", choices=sorted(FORMATS), metavar="NAME",
+        help=f"how the model writes calls of tools ({', '.join(sorted(FORMATS))}); default: as its chat template says",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true",
+        help="for vLLM's users: tools may be offered wherever the format of calls is known",
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.completions import Completions, Limits, Tokenizer
+from tidegate_engine.context import ContextPolicy
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine
 from tidegate_engine.metrics import EngineMetrics, Snapshot, host_memory_bytes
@@ -35,6 +36,7 @@ from tidegate_engine.runner import Runner
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
+from tidegate_engine.tool_calls import FORMATS, recognise_format
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of usual proxies, so that they close a connection first."""
@@ -75,6 +77,11 @@ class ServeOptions:
     object_uid: str | None = None
     api_keys: tuple[str, ...] = ()
     max_queued: int | None = None
+    context_policy: ContextPolicy = ContextPolicy.REJECT
+    honours_priority: bool = False
+    """Whether a request may name its priority."""
+    tool_call_parser: str | None = None
+    """Name of a format; None = recognised from the model's chat template."""
     speculation: NgramSpeculation | None = None
 
 
@@ -201,6 +208,11 @@ class Process:
             info.max_model_len,
             engine.scheduler.blocks.usable * info.block_tokens,
             options.max_queued,
+            options.context_policy,
+            honours_priority=options.honours_priority,
+            tool_format=FORMATS[options.tool_call_parser]
+            if options.tool_call_parser
+            else recognise_format(model.tokenizer.chat_template),
             structured_outputs=info.structured_outputs,
         )
         parts = ApiParts(
@@ -208,6 +220,7 @@ class Process:
             drain=drain,
             metrics=engine.metrics,
             is_healthy=lambda: probe_live(self.state)[0],
+            info=info,
             version=engine_version(),
             created=int(time.time()),
         )
