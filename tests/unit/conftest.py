@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from tidegate_engine.completions import Tokenizer
 from tidegate_engine.engine import Engine
 from tidegate_engine.engine_host import host_engine
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
+from tidegate_engine.request import SampledToken, Step, TokenLogprobs
 from tidegate_engine.runner import Runner
 from tidegate_engine.serve import LoadedModel, Model, Process, ServeOptions, bind, connect, load_engine
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile
@@ -65,6 +66,61 @@ def fast_profile() -> Profile:
         step=StepModel(**{**terms, "base_seconds": 0.002}),
         source=dict.fromkeys(TERMS, "made up for tests"),
     )
+
+
+class ScriptedRunner(ModelledRunner):
+    """Says `text` in tokens of four bytes, again and again or, if it `ends`, once; fails where it is told to."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        text: str,
+        *,
+        ends: bool = False,
+        structured_outputs: bool = False,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        info = model_info(
+            profile, block_tokens=profile.block_tokens, kv_blocks=profile.kv_blocks, max_model_len=profile.max_model_len
+        )
+        super().__init__(profile, replace(info, structured_outputs=structured_outputs))
+        self._tokenizer = tokenizer or ByteTokenizer()
+        self._ids = self._tokenizer.encode(text)
+        self._ends = ends
+        self.prompts: list[str] = []
+        """Of the requests, in their order; as are `grammars`."""
+        self.grammars: list[str | None] = []
+        self.fail_steps = 0
+
+    def run(self, step: Step) -> Mapping[str, SampledToken]:
+        tokens = dict(super().run(step))
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("out of memory")
+        for item in step.items:
+            if item.samples:
+                request = item.request
+                if request.output_tokens == 0:
+                    self.prompts.append(self._tokenizer.decode(request.prompt_ids))
+                    self.grammars.append(request.params.grammar)
+                if self._ends and request.output_tokens >= len(self._ids):
+                    tokens[request.id] = SampledToken(ByteTokenizer.eos_token_ids[0], is_eos=True)
+                    continue
+                token_id = self._ids[request.output_tokens % len(self._ids)]
+                logprobs = None if request.params.logprobs is None else TokenLogprobs(-0.5, ((token_id, -0.5),))
+                error = "the logits are not numbers" if request.params.seed == 666 else None
+                tokens[request.id] = SampledToken(token_id, logprobs=logprobs, error=error, is_corrupted=bool(error))
+        return tokens
+
+
+@pytest.fixture
+def make_script(fast_profile: Profile) -> Callable[..., ScriptedRunner]:
+    """Makes a runner that says a text; `profile` is the fast one unless given."""
+
+    def make(text: str, *, profile: Profile | None = None, **options: Any) -> ScriptedRunner:
+        return ScriptedRunner(profile or fast_profile, text, **options)
+
+    return make
 
 
 @pytest.fixture

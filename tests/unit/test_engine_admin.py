@@ -345,6 +345,7 @@ async def test_an_order_that_nobody_waits_for_any_more_is_dropped_and_the_engine
             late = await admin.patch(BATCHING, json={"max_num_seqs": 8})
             assert late.status_code == 503 and late.json()["error"]["code"] == "busy"
             runner.is_held = False
+            monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 30.0)
             assert (await call).status_code == 200
             assert (await admin.get(BATCHING)).json()["effective"]["max_num_seqs"] == 32
             assert (await admin.patch(BATCHING, json={"max_num_seqs": 8})).status_code == 200
@@ -475,3 +476,60 @@ def test_the_operator_may_repeat_its_generation_after_a_person_changed_the_setti
     repeated = apply_change(by_hand, Change({"max_num_seqs": 8}, generation=2), Envelope(), now=0.0)
     assert isinstance(repeated, BatchingState) and repeated.spec.max_num_seqs == 8
     assert replace(repeated, version=by_operator.version) == by_operator
+
+
+async def test_a_paused_replica_is_not_ready_and_refuses_until_it_is_resumed(
+    engine: Process, admin: httpx.AsyncClient, loops: Loops
+) -> None:
+    body = {"model": "fast", "prompt": "x", "max_tokens": 300}
+    async with api_of(engine) as api:
+        scheduler = loops[engine].scheduler
+        running = asyncio.create_task(api.post("/v1/completions", json=body))
+        await until(lambda: scheduler.running > 0)
+        paused = (await admin.post("/admin/v1/pause")).json()
+        assert paused["paused"] and paused["aborted"] == []
+        assert (await admin.get("/readyz")).text == "paused\n"
+        assert (await admin.get("/livez")).status_code == 200
+        refused = await api.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "paused"
+        assert refused.headers["retry-after"] == "5"
+        assert (await running).json()["usage"]["completion_tokens"] == 300
+        assert (await admin.get("/admin/v1/pause")).json() == {"paused": True, "running": 0, "waiting": 0}
+        assert (await admin.post("/admin/v1/resume")).json()["paused"] is False
+        assert (await admin.get("/readyz")).status_code == 200
+        assert (await api.post("/v1/completions", json={**body, "max_tokens": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [("pause", {"mode": "abort"}), ("abort", {"all": True})])
+async def test_all_requests_can_be_aborted_by_one_order(
+    engine: Process, admin: httpx.AsyncClient, path: str, body: dict[str, object], loops: Loops
+) -> None:
+    scheduler = loops[engine].scheduler
+    call = {"model": "fast", "prompt": [5] * 40, "max_tokens": 400}
+    async with api_of(engine) as api:
+        calls = [asyncio.create_task(api.post("/v1/completions", json=call)) for _ in range(4)]
+        await until(lambda: scheduler.running == 4)
+        answer = await admin.post(f"/admin/v1/{path}", json=body)
+        assert len(answer.json()["aborted"]) == 4
+        assert [(await done).status_code for done in calls] == [503] * 4
+    assert scheduler.blocks.used == 0
+    assert (await admin.post("/admin/v1/abort", json={"all": True})).json() == {"aborted": []}
+    assert (await admin.post("/admin/v1/abort", json={"all": True, "request_id": "x"})).status_code == 422
+    assert (await admin.post("/admin/v1/pause", json={"mode": "freeze"})).status_code == 422
+
+
+async def test_every_order_leaves_a_line_in_the_audit_log_and_no_question_does(
+    admin: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tidegate_engine.audit")
+    await admin.get("/admin/v1/info")
+    await admin.post("/admin/v1/cache/flush")
+    await admin.post("/admin/v1/abort", json={"request_id": "cmpl-none"})
+    await admin.patch(BATCHING, json={"max_num_seqs": 8})
+    await admin.post("/admin/v1/pause", headers={"authorization": "Bearer forged"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "tidegate_engine.audit"]
+    assert lines == [
+        "POST /admin/v1/cache/flush by 'key current' from 127.0.0.1: 200, 0 blocks flushed",
+        "POST /admin/v1/abort by 'key current' from 127.0.0.1: 404, 0 requests aborted",
+        "PATCH /admin/v1/batching by 'key current' from 127.0.0.1: 200",
+    ]

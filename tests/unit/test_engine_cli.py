@@ -117,3 +117,37 @@ def test_the_modelled_path_imports_no_model_library() -> None:
         "print(sorted({'torch', 'gguf', 'numpy', 'tokenizers', 'jinja2', 'triton', 'llguidance'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model-path", "x"], "--model-path is a flag of another engine: use --model"),
+        (["--chunked-prefill-size", "512"], "use --long-prefill-token-threshold"),
+        (["-np", "4"], "use --max-num-seqs"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size can be 1 only"),
+        (["--prefix-caching-hash-algo", "builtin"], "can be sha256 only, not builtin"),
+        (["--tool-call-parser", "pythonic"], "invalid choice: 'pythonic'"),
+        (["--context-policy", "shift"], "invalid choice: 'shift'"),
+    ],
+)
+def test_a_flag_with_another_name_here_is_refused_with_what_to_use(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*MODELLED, *flags]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("FlagsInvalid: ") and sentence in printed
+
+
+def test_a_flag_without_a_meaning_here_is_accepted_with_one_warning(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    habits = ["--seed", "0", "--enforce-eager", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "1",
+              "--prefix-caching-hash-algo", "sha256", "--enable-auto-tool-choice", "--trust-remote-code"]  # fmt: skip
+    # The folder is looked at after all flags were read.
+    assert cli.main([*MODELLED, *habits, "--config-dir", "/nowhere"]) == 2
+    assert "SettingsInvalid" in capsys.readouterr().err
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.split()[0] for line in warned] == [
+        "--seed", "--enforce-eager", "--gpu-memory-utilization", "--trust-remote-code",
+    ]  # fmt: skip

@@ -13,41 +13,14 @@ import pytest
 from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.engine import Engine
-from tidegate_engine.modelled_runner import ModelledRunner, model_info
-from tidegate_engine.request import SampledToken, Step, TokenLogprobs
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
 Loops = Mapping[Process, Engine]
+MakeScript = Callable[..., Any]
 USER: Any = [{"role": "user", "content": "What is the tide?"}]
-
-
-class ScriptedRunner(ModelledRunner):
-    """Says `text` again and again in tokens of four bytes; fails where it is told to."""
-
-    def __init__(self, profile: Profile, text: str) -> None:
-        info = model_info(
-            profile, block_tokens=profile.block_tokens, kv_blocks=profile.kv_blocks, max_model_len=profile.max_model_len
-        )
-        super().__init__(profile, info)
-        self._ids = ByteTokenizer().encode(text)
-        self.fail_steps = 0
-        self.fail_requests_with = 0
-
-    def run(self, step: Step) -> Mapping[str, SampledToken]:
-        tokens = dict(super().run(step))
-        if self.fail_steps:
-            self.fail_steps -= 1
-            raise RuntimeError("out of memory")
-        for item in step.items:
-            if item.samples:
-                request = item.request
-                token_id = self._ids[request.output_tokens % len(self._ids)]
-                logprobs = None if request.params.logprobs is None else TokenLogprobs(-0.5, ((token_id, -0.5),))
-                error = "the logits are not numbers" if request.params.seed == 666 else None
-                tokens[request.id] = SampledToken(token_id, logprobs=logprobs, error=error, is_corrupted=bool(error))
-        return tokens
+TOOL: Any = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture
@@ -199,8 +172,10 @@ async def test_chats_carry_logprobs_with_bytes(client: openai.AsyncOpenAI, strea
     assert all(bytes(row.bytes).decode() == row.token and len(row.top_logprobs) == 3 for row in rows)
 
 
-async def test_logprobs_of_multibyte_text_keep_the_true_bytes(start_engine: StartEngine, fast_profile: Profile) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "né😀 là!"))
+async def test_logprobs_of_multibyte_text_keep_the_true_bytes(
+    start_engine: StartEngine, make_script: MakeScript
+) -> None:
+    engine = await start_engine(runner=make_script("né😀 là!"))
     async with client_of(engine) as client:
         answer = await client.chat.completions.create(model="fast", messages=USER, max_tokens=3, logprobs=True)
     rows = answer.choices[0].logprobs.content  # type: ignore[union-attr]
@@ -210,9 +185,9 @@ async def test_logprobs_of_multibyte_text_keep_the_true_bytes(start_engine: Star
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
-    start_engine: StartEngine, fast_profile: Profile, stream: bool, loops: Loops
+    start_engine: StartEngine, make_script: MakeScript, stream: bool, loops: Loops
 ) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "one two STOP more and more text "))
+    engine = await start_engine(runner=make_script("one two STOP more and more text "))
     async with client_of(engine) as client:
         arguments: dict[str, Any] = {"model": "fast", "prompt": "x", "max_tokens": 200, "stop": ["o STO", "never"]}
         if stream:
@@ -228,8 +203,8 @@ async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
         assert 'reason="stop"} 1.0' in (await http.get("/metrics")).text
 
 
-async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine, fast_profile: Profile) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "stop"))
+async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine, make_script: MakeScript) -> None:
+    engine = await start_engine(runner=make_script("stop"))
     async with client_of(engine) as client:
         answer = await client.completions.create(
             model="fast", prompt="x", max_tokens=9, stop="stop", extra_body={"min_tokens": 3}
@@ -238,9 +213,9 @@ async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine
 
 
 async def test_stop_token_ids_end_the_answer_without_their_text(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, make_script: MakeScript
 ) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "abcdefghijkl"))
+    engine = await start_engine(runner=make_script("abcdefghijkl"))
     stop_id = ByteTokenizer().encode("ijkl")[0]
     async with client_of(engine) as client:
         answer = await client.completions.create(
@@ -313,7 +288,19 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("chat/completions", {"model": "fast", "messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": []}, 400, "messages", "invalid_value"),
     ("chat/completions", {"model": "fast", "messages": [{"role": "boss"}]}, 400, "messages.0.role", "invalid_value"),
-    ("chat/completions", {"model": "fast", "messages": USER, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
+    ("chat/completions", {"model": "fast", "messages": USER, "tools": [{}]}, 400, "tools.0.function", "invalid_value"),
+    ("chat/completions", {"model": "fast", "messages": USER, "tools": [TOOL]}, 400, "tools", "unsupported_parameter"),
+    (
+        "chat/completions",
+        {"model": "fast", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content",
+        "invalid_value",
+    ),
+    ("completions", {"model": "fast", "prompt": "x", "priority": 1}, 400, "priority", "unsupported_parameter"),
+    ("completions", {"model": "fast", "prompt": "x", "priority": 9999}, 400, "priority", "invalid_value"),
+    ("embeddings", {"model": "fast", "input": "x"}, 400, "model", "unsupported_parameter"),
+    ("embeddings", {"model": "fast", "input": {}}, 400, "input", "invalid_value"),
     (
         "chat/completions",
         {"model": "fast", "messages": [{"role": "user", "content": "x" * 4000}]},
@@ -389,6 +376,9 @@ async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngi
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["code"] == "queue_full"
+    async with http_of(engine) as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'tidegate_engine_request_rejections_total{reason="queue_full"} ' in metrics
 
 
 async def test_models_lists_every_served_name(client: openai.AsyncOpenAI) -> None:
@@ -404,10 +394,16 @@ async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> N
     assert (await http.post("/detokenize", json={"tokens": ids["tokens"]})).json() == {"prompt": "high tide"}
     assert (await http.post("/tokenize", json={"messages": USER})).json()["count"] > 3
     assert (await http.post("/tokenize", json={})).status_code == 400
+    strings = (await http.post("/tokenize", json={"prompt": "high tide", "return_token_strs": True})).json()
+    assert strings["token_strs"] == ["high", " tid", "e"] and ids["token_strs"] is None
+    bare = {"messages": USER, "add_generation_prompt": False}
+    asked = (await http.post("/tokenize", json={**bare, "tools": [TOOL]})).json()
+    assert asked["count"] > (await http.post("/tokenize", json=bare)).json()["count"]
 
 
 async def test_plain_routes_answer(http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/ping")).status_code == 200
     assert "version" in (await http.get("/version")).json()
     assert (await http.get("/load")).json()["server_load"] == 0
 
@@ -455,8 +451,8 @@ async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine,
     scheduler.check_integrity()
 
 
-async def test_one_bad_request_fails_alone(start_engine: StartEngine, fast_profile: Profile) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "good"))
+async def test_one_bad_request_fails_alone(start_engine: StartEngine, make_script: MakeScript) -> None:
+    engine = await start_engine(runner=make_script("good"))
     async with client_of(engine) as client:
         good = asyncio.create_task(client.completions.create(model="fast", prompt="x", max_tokens=50))
         with pytest.raises(openai.InternalServerError, match="not numbers"):
@@ -469,9 +465,9 @@ async def test_one_bad_request_fails_alone(start_engine: StartEngine, fast_profi
 
 
 async def test_an_error_inside_a_stream_is_an_event_before_done(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, make_script: MakeScript
 ) -> None:
-    engine = await start_engine(runner=ScriptedRunner(fast_profile, "good"))
+    engine = await start_engine(runner=make_script("good"))
     async with http_of(engine) as http:
         body = {"model": "fast", "prompt": "x", "max_tokens": 5, "seed": 666, "stream": True}
         events = (await http.post("/v1/completions", json=body)).text.strip().split("\n\n")
@@ -480,9 +476,9 @@ async def test_an_error_inside_a_stream_is_an_event_before_done(
 
 
 async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
-    start_engine: StartEngine, fast_profile: Profile, loops: Loops
+    start_engine: StartEngine, make_script: MakeScript, loops: Loops
 ) -> None:
-    runner = ScriptedRunner(fast_profile, "good")
+    runner = make_script("good")
     engine = await start_engine(runner=runner)
     async with client_of(engine) as client:
         runner.fail_steps = 1
@@ -501,3 +497,23 @@ async def test_requests_that_together_need_more_than_the_kv_cache_all_finish(
         answers = await asyncio.gather(*calls)
     assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [100] * 8
     loops[engine].scheduler.check_integrity()
+
+
+async def test_requests_that_are_turned_away_are_counted_by_reason(start_engine: StartEngine) -> None:
+    engine = await start_engine(api_keys=("key",))
+    good = {"authorization": "Bearer key"}
+    async with http_of(engine) as http:
+        for body in ({"model": "fast"}, {"model": "no", "prompt": "x"}, {"model": "fast", "prompt": [1] * 600}):
+            await http.post("/v1/completions", json=body, headers=good)
+        await http.post("/v1/completions", json={})
+        assert (await http.post("/v1/completions", json={"model": "fast", "prompt": "x"}, headers=good)).is_success
+        lines = (await http.get("/metrics")).text.splitlines()
+    counts = {
+        line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1])
+        for line in lines
+        if line.startswith("tidegate_engine_request_rejections_total{")
+    }
+    assert {reason for reason, count in counts.items() if count == 1} == {
+        "invalid", "unknown_model", "context_length", "unauthorized",
+    }  # fmt: skip
+    assert any(line.startswith("vllm:admission_rejections_total{") for line in lines)

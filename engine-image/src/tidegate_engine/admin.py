@@ -14,7 +14,7 @@ from typing import TypeVar
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Conflict, apply_change, expire, parse_change
@@ -25,10 +25,17 @@ from tidegate_engine.server import JsonResponse, metrics_page
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/metrics"})
+PAUSE_MODES = ("wait", "abort")
+"""What becomes of the requests that have begun."""
 CALL_TIMEOUT_SECONDS = 30.0
 """How long an order may wait for the step in flight."""
 
+READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+AUDIT_NOTE = "tidegate.audit"
+"""Key of the request's scope under which a route says what its order did."""
+
 logger = logging.getLogger(__name__)
+audit_logger = logging.getLogger("tidegate_engine.audit")
 Result = TypeVar("Result")
 
 
@@ -193,6 +200,8 @@ def probe_ready(state: AdminState) -> tuple[bool, str]:
         return False, "loading"
     if loaded.drain.phase is not DrainPhase.SERVING:
         return False, f"draining: {loaded.drain.phase}"
+    if loaded.drain.is_paused:
+        return False, "paused"
     health = loaded.engine.health()
     if not health.alive:
         return False, health.failure or "the engine loop has ended"
@@ -204,18 +213,44 @@ def probe_ready(state: AdminState) -> tuple[bool, str]:
 
 
 class TokenGuard:
-    """Default deny, before any route."""
+    """Default deny, before any route; and a line in the audit log for every order, whatever route takes it."""
 
     def __init__(self, app: ASGIApp, keys: AdminKeys | None) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        refusal = None if is_open else self._refusal(scope)
-        await (refusal or self._app)(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        who = self._identify(scope)
+        if isinstance(who, Response):
+            await who(scope, receive, send)
+        elif scope["method"] in READING_METHODS:
+            await self._app(scope, receive, send)
+        else:
+            await self._run_order(who, scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    async def _run_order(self, who: str, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            address = scope["client"][0] if scope.get("client") else "unknown"
+            note = scope.get(AUDIT_NOTE, "")
+            audit_logger.info(
+                "%s %s by %r from %s: %d%s", scope["method"], scope["path"], who, address, status, note and f", {note}"
+            )
+
+    def _identify(self, scope: Scope) -> str | Response:
+        """Who asks, or the refusal."""
         if self._keys is None:
             return _error(403, "admin_off", "the admin API is off: no admin keys were given")
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -223,10 +258,9 @@ class TokenGuard:
         try:
             if scheme.lower() != "bearer" or not token:
                 raise TokenRefused("a bearer token is needed")
-            self._keys.check(token.strip())
+            return self._keys.check(token.strip())
         except TokenRefused as error:
             return _error(401, "unauthorized", str(error), headers={"www-authenticate": "Bearer"})
-        return None
 
 
 def create_admin(state: AdminState, keys: AdminKeys | None) -> ASGIApp:
@@ -312,20 +346,61 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
         loaded = _loaded(state)
         data = await _json(request)
         wanted = data.get("request_id") if isinstance(data, Mapping) else None
-        if not isinstance(wanted, str) or not wanted:
-            error = {"field": "request_id", "allowed": None, "reason": "request_id must be a text"}
+        is_all = isinstance(data, Mapping) and data.get("all") is True
+        if is_all == (isinstance(wanted, str) and bool(wanted)):
+            error = {"field": "request_id", "allowed": None, "reason": "give request_id as a text, or all as true"}
             return JsonResponse({"error": error}, 422)
-        engine = loaded.engine
-        live = [request.id for request in engine.live_requests()]
-        # A call's id stands for all its choices.
-        aborted = [request_id for request_id in live if request_id == wanted or request_id.rpartition("-")[0] == wanted]
-        for request_id in aborted:
-            engine.abort(request_id, error="the request was aborted by an administrator")
-        return JsonResponse({"aborted": aborted}, 200 if aborted else 404)
+        aborted = _abort(loaded.engine, None if is_all else str(wanted))
+        request.scope[AUDIT_NOTE] = f"{len(aborted)} requests aborted"
+        return JsonResponse({"aborted": aborted}, 200 if aborted or is_all else 404)
 
     @app.post("/admin/v1/cache/flush")
-    async def flush() -> Response:
-        return JsonResponse({"flushed_blocks": await _call(_loaded(state).engine.flush_cache())})
+    async def flush(request: Request) -> Response:
+        flushed = await _call(_loaded(state).engine.flush_cache())
+        request.scope[AUDIT_NOTE] = f"{flushed} blocks flushed"
+        return JsonResponse({"flushed_blocks": flushed})
+
+    @app.post("/admin/v1/pause")
+    async def pause(request: Request) -> Response:
+        loaded = _loaded(state)
+        data = await _json(request)
+        mode = data.get("mode", "wait") if isinstance(data, Mapping) else None
+        if mode not in PAUSE_MODES:
+            error = {"field": "mode", "allowed": list(PAUSE_MODES), "reason": "mode must be wait or abort"}
+            return JsonResponse({"error": error}, 422)
+        loaded.drain.is_paused = True
+        aborted = _abort(loaded.engine, None) if mode == "abort" else []
+        request.scope[AUDIT_NOTE] = f"{len(aborted)} requests aborted"
+        return JsonResponse({**_describe_pause(loaded), "aborted": aborted})
+
+    @app.get("/admin/v1/pause")
+    async def get_pause() -> Response:
+        return JsonResponse(_describe_pause(_loaded(state)))
+
+    @app.post("/admin/v1/resume")
+    async def resume() -> Response:
+        loaded = _loaded(state)
+        loaded.drain.is_paused = False
+        return JsonResponse(_describe_pause(loaded))
+
+
+def _abort(engine: EngineClient, wanted: str | None) -> list[str]:
+    """Abort the requests of the call `wanted`, or all; returns their ids."""
+    live = [request.id for request in engine.live_requests()]
+    # A call's id stands for all its choices.
+    aborted = [
+        request_id
+        for request_id in live
+        if wanted is None or request_id == wanted or request_id.rpartition("-")[0] == wanted
+    ]
+    for request_id in aborted:
+        engine.abort(request_id, error="the request was aborted by an administrator")
+    return aborted
+
+
+def _describe_pause(loaded: Loaded) -> dict[str, object]:
+    status = loaded.engine.status()
+    return {"paused": loaded.drain.is_paused, "running": status.running, "waiting": status.waiting}
 
 
 async def _call(answer: Awaitable[Result]) -> Result:

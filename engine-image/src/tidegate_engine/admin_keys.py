@@ -34,11 +34,12 @@ class AdminKeys:
         self._keys: dict[str, jwt.PyJWK] = {}
         self._complaint = ""
 
-    def check(self, token: str) -> None:
-        """Return when `token` is valid now; raises TokenRefused."""
+    def check(self, token: str) -> str:
+        """Return who holds `token` (its subject, or its key) when it is valid now; raises TokenRefused."""
         self._refresh()
         try:
-            key = self._keys.get(str(jwt.get_unverified_header(token).get("kid")))
+            key_id = str(jwt.get_unverified_header(token).get("kid"))
+            key = self._keys.get(key_id)
             if key is None:
                 raise TokenRefused("no key with this key id is known here")
             claims = jwt.decode(
@@ -53,6 +54,7 @@ class AdminKeys:
             raise TokenRefused(str(error)) from error
         if claims["exp"] > self._clock() + MAX_LIFETIME_SECONDS + LEEWAY_SECONDS:
             raise TokenRefused(f"the token lives longer than {MAX_LIFETIME_SECONDS} s")
+        return str(claims.get("sub") or f"key {key_id}")
 
     def _refresh(self) -> None:
         try:

@@ -3,6 +3,7 @@
 Owns nothing but the arithmetic between bytes and ids; no file, no third-party import. Used with the modelled runner.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 
 BYTES_PER_TOKEN = 4
@@ -17,7 +18,9 @@ class ByteTokenizer:
     vocab_size = 2 ** (8 * BYTES_PER_TOKEN + 1)
     eos_token_ids: tuple[int, ...] = (0,)
 
-    def encode(self, text: str) -> list[int]:
+    chat_template: str | None = None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         data = text.encode()
         return [
             int.from_bytes(b"\x01" + data[start : start + BYTES_PER_TOKEN], "big")
@@ -34,7 +37,19 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Ids of a conversation, ending where the answer begins."""
-        turns = "".join(f"<{message['role']}>\n{message['content']}\n" for message in messages)
-        return self.encode(turns + "<assistant>\n")
+        head = f"<tools>\n{json.dumps(tools)}\n" if tools else ""
+        turns = "".join(map(_turn, messages))
+        return self.encode(head + turns + ("<assistant>\n" if add_generation_prompt else ""))
+
+
+def _turn(message: Mapping[str, object]) -> str:
+    calls = f"{json.dumps(message['tool_calls'])}\n" if message.get("tool_calls") else ""
+    return f"<{message['role']}>\n{message['content']}\n{calls}"

@@ -29,15 +29,23 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"its chat template cannot be read: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The conversation as text, special tokens spelt out; with the head of the answer after it."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
+                tools=None if not tools else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **self.special_tokens,
             )
         except (TemplateError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise ChatTemplateError(str(error)) from error

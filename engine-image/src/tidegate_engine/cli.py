@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.context import ContextPolicy
+from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.precision import (
     CHECKPOINT_METHODS,
@@ -37,6 +39,7 @@ from tidegate_engine.settings import (
     parse_settings_file,
 )
 from tidegate_engine.steptime import Profile, load_profile, profile_names
+from tidegate_engine.tool_calls import FORMATS
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
@@ -80,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+        logger.info("--enable-auto-tool-choice: the format of tool calls is recognised from the chat template")
     try:
         from tidegate_engine.serve import Model, ServeError, ServeOptions, run
     except ImportError as error:
@@ -110,6 +115,9 @@ def _serve(args: argparse.Namespace) -> int:
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
         max_queued=args.max_num_queued_reqs,
+        context_policy=ContextPolicy(args.context_policy),
+        tool_call_parser=args.tool_call_parser,
+        honours_priority=args.scheduling_policy == "priority",
         speculation=_read_speculation(args),
     )
     try:
@@ -143,7 +151,7 @@ def _modelled(args: argparse.Namespace, profile: Profile) -> "Model":
 def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
     from tidegate_engine.serve import Model
 
-    return Model(lambda: (_load_torch(args, precision), None), lambda: _load_tokenizer(args))
+    return Model(lambda: (_load_torch(args, precision), None), lambda: _load_chat_tokenizer(args))
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
@@ -155,6 +163,18 @@ def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
     except ImportError as error:
         raise _cannot_compute(error) from error
     return load_tokenizer(path)
+
+
+def _load_chat_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
+    from tidegate_engine.chat import ChatTemplateError
+
+    tokenizer = _load_tokenizer(args)
+    if args.chat_template is not None:
+        try:
+            tokenizer.use_template(_read_text(args.chat_template))
+        except ChatTemplateError as error:
+            raise ConfigError("FlagsInvalid", f"--chat-template {args.chat_template}: {error}") from error
+    return tokenizer
 
 
 def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
@@ -265,6 +285,13 @@ def _host_bytes(args: argparse.Namespace) -> int:
     return int(args.swap_space * 2**30)
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("FlagsInvalid", f"{path} cannot be read: {error}") from error
+
+
 def _admin_keys_path(args: argparse.Namespace) -> Path | None:
     if args.admin_keys is not None:
         return Path(args.admin_keys)
@@ -344,6 +371,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings_flags(serve.add_argument_group("batch settings"))
     _add_listener_flags(serve.add_argument_group("listeners and access"))
     _add_life_flags(serve.add_argument_group("probes and leaving"))
+    _add_queue_flags(serve.add_argument_group("queue"))
+    _add_answer_flags(serve.add_argument_group("prompts and answers"))
+    add_foreign_flags(serve)
     return parser
 
 
@@ -448,6 +478,31 @@ def _add_life_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--liveness-stall-seconds", type=_seconds, default=120.0, metavar="SECONDS",
         help="work without progress for so long means hung",
+    )  # fmt: skip
+
+
+def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
+        help="priority lets a request name its own (`priority`, lower is sooner); fcfs refuses one that does",
+    )  # fmt: skip
+
+
+def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--context-policy", choices=[policy.value for policy in ContextPolicy], default=ContextPolicy.REJECT.value,
+        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens",
+    )  # fmt: skip
+    group.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"
+    )
+    group.add_argument(
+        "--tool-call-parser", choices=sorted(FORMATS), metavar="NAME",
+        help=f"how the model writes calls of tools ({', '.join(sorted(FORMATS))}); default: as its chat template says",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true",
+        help="for vLLM's users: tools may be offered wherever the format of calls is known",
     )  # fmt: skip
 
 

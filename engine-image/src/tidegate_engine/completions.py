@@ -7,28 +7,30 @@ Owns what a call means: prompts to ids, limits, choices, stop strings, usage. Th
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from tidegate_engine.context import ContextPolicy, Fitted, fit_ids, fit_messages
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
 from tidegate_engine.engine_client import EngineClient
 from tidegate_engine.openai import (
-    DONE,
     ApiError,
     CallFields,
     ChatCall,
     ChatMessage,
     CompletionCall,
     Delta,
+    Ending,
     Envelope,
     TokenEntry,
+    Tool,
     Usage,
-    event,
 )
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
 from tidegate_engine.structured import StructureError, compile_grammar
+from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat may fill the context."""
@@ -37,6 +39,11 @@ INLINE_ENCODE_CHARACTERS = 4096
 RETRY_AFTER_SECONDS = 1
 GRAMMAR_SECONDS = 5.0
 """How long the check of a schema or grammar may take."""
+DEFAULT_ANSWER_TOKENS = 1024
+"""Room that a cut leaves for an answer whose length the client did not name; at most a quarter of the context."""
+
+
+Rendered = TypeVar("Rendered", list[int], Fitted)
 
 
 class Tokenizer(Protocol):
@@ -45,7 +52,12 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, None when the model has none."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -53,8 +65,40 @@ class Tokenizer(Protocol):
         """The bytes that the token adds to the text; empty for special tokens."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Ids of a conversation in the model's template, ending where the answer begins."""
+        ...
+
+
+class Wire(Protocol):
+    """The shape of one call's answer; `id` names its requests."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def media_type(self) -> str: ...
+
+    def answer(self, choices: Sequence[Delta], ending: Ending) -> dict[str, object]:
+        """The whole answer in one piece."""
+        ...
+
+    def begin(self) -> bytes:
+        """The head of a stream."""
+        ...
+
+    def chunks(self, deltas: Sequence[Delta]) -> bytes: ...
+
+    def end(self, ending: Ending) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The end of a stream that failed."""
         ...
 
 
@@ -66,18 +110,40 @@ class Limits:
     max_model_len: int
     kv_tokens: int
     max_queued: int | None = None
+    context_policy: ContextPolicy = ContextPolicy.REJECT
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of tools; None = it cannot be offered any."""
+    honours_priority: bool = False
+    """Whether a call may name its priority."""
     structured_outputs: bool = False
     """Whether the runner can hold an answer to a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CallReader:
+    """What a choice needs to take calls of tools out of the text."""
+
+    tool_format: ToolFormat
+    names: frozenset[str]
+    marks: Mapping[int, bytes]
+    """Special tokens that stand for a mark, which would else add nothing to the text."""
+    is_parallel: bool
 
 
 class Choice:
     """One answer in the making: takes the engine's outputs, gives deltas."""
 
-    __slots__ = ("_detokenizer", "_token_bytes", "_wake", "closed", "index", "length", "pending", "request", "tokens")
+    __slots__ = (
+        "_detokenizer", "_marks", "_parser", "_single_call", "_token_bytes", "_wake",
+        "closed", "index", "length", "pending", "request", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self, index: int, request: Request, detokenizer: Detokenizer, *, tokenizer: Tokenizer, wake: asyncio.Event
     ) -> None:
+        self._parser: ToolCallParser | None = None
+        self._marks: Mapping[int, bytes] = {}
+        self._single_call = False
         self.index = index
         self.request = request
         self.pending: list[Output] = []
@@ -93,6 +159,12 @@ class Choice:
         if not self.closed:
             self.pending.append(output)
             self._wake.set()
+
+    def read_calls(self, reader: _CallReader) -> None:
+        """Take calls of tools out of the text."""
+        self._parser = ToolCallParser(reader.tool_format, reader.names)
+        self._marks = reader.marks
+        self._single_call = not reader.is_parallel
 
     def advance(self) -> Delta | None:
         """Everything since the last call as one delta, None when nothing can be shown; raises ApiError."""
@@ -114,14 +186,33 @@ class Choice:
             if finish is not None:
                 self.closed = True
                 break
+        if self._parser is not None:
+            return self._with_calls(self._parser, text, entries=tuple(entries), finish=finish)
         self.length += len(text)
         if not (text or entries or finish):
             return None
         return Delta(self.index, text, tuple(entries), finish)
 
+    def _with_calls(
+        self, parser: ToolCallParser, text: str, *, entries: tuple[TokenEntry, ...], finish: str | None
+    ) -> Delta | None:
+        parts = parser.push(text)
+        if finish is not None:
+            parts += parser.finish()
+        shown = "".join(part for part in parts if isinstance(part, str))
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        if calls and self._single_call:
+            calls, finish, self.closed = calls[:1], FinishReason.STOP.value, True
+        if finish == FinishReason.STOP.value and parser.calls:
+            finish = "tool_calls"
+        self.length += len(shown)
+        if not (shown or entries or finish or calls):
+            return None
+        return Delta(self.index, shown, entries, finish, tuple(calls))
+
     def _take(self, token: SampledToken, *, ends_text: bool, entries: list[TokenEntry]) -> str:
         self.tokens += 1
-        data = b"" if ends_text else self._token_bytes(token.token_id)
+        data = b"" if ends_text else self._token_bytes(token.token_id) or self._marks.get(token.token_id, b"")
         if token.logprobs is not None:
             offset = self.length + sum(len(entry.data.decode(errors="replace")) for entry in entries)
             top = tuple((self._token_bytes(token_id), value) for token_id, value in token.logprobs.top)
@@ -133,19 +224,14 @@ class Generation:
     """The choices of one call, from submission to the end. Whoever drops it early calls `abort`."""
 
     def __init__(
-        self,
-        engine: EngineClient,
-        envelope: Envelope,
-        choices: Sequence[Choice],
-        *,
-        wake: asyncio.Event,
-        with_usage: bool,
+        self, engine: EngineClient, wire: Wire, choices: Sequence[Choice], *, wake: asyncio.Event, truncated_tokens: int
     ) -> None:
-        self.envelope = envelope
+        self.wire = wire
         self._engine = engine
         self._choices = choices
         self._wake = wake
-        self._with_usage = with_usage
+        self._truncated_tokens = truncated_tokens
+        self._first_delta_at: float | None = None
 
     def start(self) -> None:
         for choice in self._choices:
@@ -160,38 +246,26 @@ class Generation:
 
     async def answer(self) -> dict[str, object]:
         """The whole answer; raises ApiError."""
-        texts: list[list[str]] = [[] for _ in self._choices]
-        entries: list[list[TokenEntry]] = [[] for _ in self._choices]
-        reasons: list[str | None] = [None for _ in self._choices]
+        gained: list[list[Delta]] = [[] for _ in self._choices]
         async for deltas in self._deltas():
             for delta in deltas:
-                texts[delta.index].append(delta.text)
-                entries[delta.index].extend(delta.entries)
-                reasons[delta.index] = delta.finish_reason
-        choices = [
-            Delta(choice.index, "".join(texts[choice.index]), tuple(entries[choice.index]), reasons[choice.index])
-            for choice in self._choices
-        ]
-        return self.envelope.answer(choices, self._usage())
+                gained[delta.index].append(delta)
+        return self.wire.answer([_sum(deltas) for deltas in gained], self._ending())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events, one write for all that a step brought; an error becomes an event."""
-        envelope = self.envelope
-        begun: set[int] = set()
+        """The stream, one write for all that a step brought; an error becomes a part of it."""
+        wire = self.wire
+        if head := wire.begin():
+            yield head
         try:
             async for deltas in self._deltas():
-                parts = []
-                for delta in deltas:
-                    if envelope.is_chat and delta.index not in begun:
-                        begun.add(delta.index)
-                        parts.append(event(envelope.chunk([envelope.role(delta.index)])))
-                    parts.append(event(envelope.chunk([envelope.delta(delta)])))
-                yield b"".join(parts)
+                if part := wire.chunks(deltas):
+                    yield part
         except ApiError as error:
-            yield event(error.body()) + DONE
+            yield wire.error(error)
             return
-        end = event(envelope.chunk([], usage=self._usage().as_dict())) if self._with_usage else b""
-        yield end + DONE
+        if end := wire.end(self._ending()):
+            yield end
 
     async def _deltas(self) -> AsyncIterator[list[Delta]]:
         open_choices = list(self._choices)
@@ -203,6 +277,8 @@ class Generation:
                 for choice in open_choices:
                     if choice.pending and (delta := choice.advance()) is not None:
                         deltas.append(delta)
+                        if self._first_delta_at is None:
+                            self._first_delta_at = time.monotonic()
                         if delta.finish_reason is not None and choice.request.finish_reason is None:
                             # A stop string: the engine does not know that the answer has ended.
                             self._engine.abort(choice.request.id, reason=FinishReason.STOP)
@@ -212,14 +288,28 @@ class Generation:
         finally:
             self.abort()
 
-    def _usage(self) -> Usage:
+    def _ending(self) -> Ending:
         # Choices of one prompt share its list; the first of them tells what the cache held before the call.
         prompts = {id(choice.request.prompt_ids): choice.request for choice in reversed(self._choices)}.values()
-        return Usage(
+        usage = Usage(
             prompt_tokens=sum(request.prompt_tokens for request in prompts),
             completion_tokens=sum(choice.tokens for choice in self._choices),
             cached_tokens=sum(request.num_cached for request in prompts),
+            truncated_tokens=self._truncated_tokens,
         )
+        arrival, first = self._choices[0].request.arrival, self._first_delta_at
+        return Ending(usage, None if first is None else first - arrival, time.monotonic() - arrival)
+
+
+def _sum(deltas: Sequence[Delta]) -> Delta:
+    """All that one choice gained."""
+    return Delta(
+        deltas[0].index,
+        "".join(delta.text for delta in deltas),
+        tuple(entry for delta in deltas for entry in delta.entries),
+        deltas[-1].finish_reason,
+        tuple(call for delta in deltas for call in delta.calls),
+    )
 
 
 class Completions:
@@ -230,37 +320,100 @@ class Completions:
         self.tokenizer = tokenizer
         self.limits = limits
 
-    async def begin_completion(self, call: CompletionCall, *, arrival: float) -> Generation:
+    async def begin_completion(
+        self, call: CompletionCall, *, arrival: float, make_wire: Callable[[], Wire] | None = None
+    ) -> Generation:
         self._check(call)
-        prompts = [prompt if isinstance(prompt, list) else await self.encode(prompt) for prompt in call.prompts()]
         params = await self._params(call, logprobs=call.logprobs)
         wanted = DEFAULT_COMPLETION_TOKENS if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
-        return self._begin(call, prompts, plan, is_chat=False)
+        policy = call.context_policy or self.limits.context_policy
+        prompts = []
+        for prompt in call.prompts():
+            ids = prompt if isinstance(prompt, list) else await self.encode(prompt)
+            has_bos = bool(ids) and isinstance(prompt, str) and not self.tokenizer.token_bytes(ids[0])
+            prompts.append(fit_ids(ids, room=plan.prompt_room(self.limits), policy=policy, has_bos=has_bos))
+        wire = make_wire() if make_wire else _envelope(call, with_logprobs=params.logprobs is not None, is_chat=False)
+        return self._begin(call, prompts, plan, wire=wire)
 
-    async def begin_chat(self, call: ChatCall, *, arrival: float) -> Generation:
+    async def begin_chat(
+        self, call: ChatCall, *, arrival: float, make_wire: Callable[[], Wire] | None = None
+    ) -> Generation:
         self._check(call)
         if call.top_logprobs and not call.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
-        prompt = await self.encode_chat(call.messages)
-        params = await self._params(call, logprobs=(call.top_logprobs or 0) if call.logprobs else None)
+        logprobs = (call.top_logprobs or 0) if call.logprobs else None
+        params = await self._params(call, logprobs=logprobs)
         max_tokens = call.max_completion_tokens or call.max_tokens
         plan = _Plan(params, arrival, max_tokens=max_tokens, param="messages", default=not max_tokens)
-        return self._begin(call, [prompt], plan, is_chat=True)
+        tools = call.offered_tools()
+        reader = self._call_reader(call) if tools else None
+        prompt = await self._fit_chat(call, tools, room=plan.prompt_room(self.limits))
+        wire = make_wire() if make_wire else _envelope(call, with_logprobs=logprobs is not None, is_chat=True)
+        return self._begin(call, [prompt], plan, wire=wire, reader=reader)
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         if len(text) <= INLINE_ENCODE_CHARACTERS:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+            return self.tokenizer.encode(text, add_special=add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        plain = [{"role": message.role, "content": message.text()} for message in messages]
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        rendered = [tool.as_template_tool() for tool in tools] or None
+        plain = [message.as_template_message() for message in messages]
+        return await self._in_template(
+            lambda: self.tokenizer.chat(plain, tools=rendered, add_generation_prompt=add_generation_prompt),
+            characters=_characters(plain),
+        )
+
+    async def _fit_chat(self, call: ChatCall, tools: Sequence[Tool], *, room: int) -> Fitted:
+        rendered = [tool.as_template_tool() for tool in tools] or None
+        plain = [message.as_template_message() for message in call.messages]
+        tokenizer = self.tokenizer
+        policy = call.context_policy or self.limits.context_policy
+
+        def token_lengths(text: str) -> list[int]:
+            return [len(tokenizer.token_bytes(token_id)) for token_id in tokenizer.encode(text, add_special=False)]
+
+        return await self._in_template(
+            lambda: fit_messages(
+                plain,
+                lambda kept: tokenizer.chat(kept, tools=rendered),
+                room=room,
+                policy=policy,
+                token_lengths=token_lengths,
+            ),
+            characters=_characters(plain),
+        )
+
+    async def _in_template(self, render: Callable[[], Rendered], *, characters: int) -> Rendered:
+        """Run `render`, in a thread when it takes long; what the template refuses is the client's error."""
         try:
-            if sum(len(message["content"]) for message in plain) <= INLINE_ENCODE_CHARACTERS:
-                return self.tokenizer.chat(plain)
-            return await asyncio.to_thread(self.tokenizer.chat, plain)
+            return render() if characters <= INLINE_ENCODE_CHARACTERS else await asyncio.to_thread(render)
         except ValueError as error:
             raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
+
+    def _call_reader(self, call: ChatCall) -> _CallReader:
+        names = frozenset(tool.function.name for tool in call.tools or ())
+        if call.must_call:
+            # The answer's grammar is the call as bare JSON, whatever the model's own format is.
+            return _CallReader(LLAMA3_JSON, names, {}, is_parallel=False)
+        tool_format = self.limits.tool_format
+        if tool_format is None:
+            raise ApiError(
+                400,
+                "tools are not supported here: the model's chat template has no known format of tool calls; "
+                f"the server can be told one with --tool-call-parser ({', '.join(FORMATS)})",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        marks = {}
+        for mark in tool_format.marks:
+            last = self.tokenizer.encode(mark)[-1]
+            if not self.tokenizer.token_bytes(last):
+                marks[last] = mark.encode()
+        return _CallReader(tool_format, names, marks, is_parallel=call.parallel_tool_calls is not False)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.limits.served_names:
@@ -282,6 +435,9 @@ class Completions:
         self.check_model(call.model)
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if call.priority and not self.limits.honours_priority:
+            message = "priority is not honoured here: the server runs requests in the order of their arrival"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
         self.check_ids(call.stop_token_ids or (), param="stop_token_ids")
         self.check_ids(call.logit_bias or (), param="logit_bias")
 
@@ -307,31 +463,28 @@ class Completions:
             raise ApiError(400, message, code="invalid_value") from error
         return replace(params, grammar=grammar)
 
-    def _begin(self, call: CallFields, prompts: list[list[int]], plan: "_Plan", *, is_chat: bool) -> Generation:
+    def _begin(
+        self, call: CallFields, fitted: list[Fitted], plan: "_Plan", *, wire: Wire, reader: _CallReader | None = None
+    ) -> Generation:
         count = call.n or 1
+        prompts = [prompt.ids for prompt in fitted]
         self._check_queue(count * len(prompts))
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
         limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
-        envelope = Envelope(
-            id=("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
-            created=int(time.time()),
-            model=call.model,
-            is_chat=is_chat,
-            with_logprobs=plan.params.logprobs is not None,
-        )
         wake = asyncio.Event()
         stops = call.stops()
         choices = [
             Choice(
                 index,
                 Request(
-                    id=f"{envelope.id}-{index}",
+                    id=f"{wire.id}-{index}",
                     prompt_tokens=len(prompts[index // count]),
                     max_tokens=limits[index // count],
                     arrival=plan.arrival,
                     prompt_ids=prompts[index // count],
                     params=plan.params_of(index % count),
+                    priority=call.priority,
                     cache_salt=call.cache_salt or "",
                 ),
                 Detokenizer(stops, include_stop=call.include_stop_str_in_output),
@@ -340,8 +493,11 @@ class Completions:
             )
             for index in range(count * len(prompts))
         ]
-        with_usage = call.stream_options is not None and call.stream_options.include_usage
-        return Generation(self.engine, envelope, choices, wake=wake, with_usage=with_usage)
+        if reader is not None:
+            for choice in choices:
+                choice.read_calls(reader)
+        truncated = sum(prompt.truncated_tokens for prompt in fitted)
+        return Generation(self.engine, wire, choices, wake=wake, truncated_tokens=truncated)
 
     def _check_queue(self, count: int) -> None:
         limit = self.limits.max_queued
@@ -370,6 +526,13 @@ class _Plan:
         if copy == 0 or self.params.seed is None:
             return self.params
         return replace(self.params, seed=self.params.seed + copy)
+
+    def prompt_room(self, limits: Limits) -> int:
+        """Tokens that the prompt may have where a context policy may cut it; below 1 when the answer fills it all."""
+        context = min(limits.max_model_len, limits.kv_tokens)
+        if self.max_tokens is not None:
+            return context - self.max_tokens
+        return context - min(DEFAULT_ANSWER_TOKENS, context // 4)
 
     def output_limit(self, prompt_tokens: int, limits: Limits) -> int:
         """max_tokens of a request with such a prompt; raises ApiError when it can never fit."""
@@ -401,6 +564,21 @@ class _Plan:
                 code="invalid_value",
             )
         return max_tokens
+
+
+def _envelope(call: CallFields, *, with_logprobs: bool, is_chat: bool) -> Envelope:
+    return Envelope(
+        id=("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+        created=int(time.time()),
+        model=call.model,
+        is_chat=is_chat,
+        with_logprobs=with_logprobs,
+        with_usage=call.stream_options is not None and call.stream_options.include_usage,
+    )
+
+
+def _characters(messages: Sequence[Mapping[str, object]]) -> int:
+    return sum(len(str(message["content"])) for message in messages)
 
 
 def _failure(output: Output) -> ApiError:

@@ -1,7 +1,7 @@
 """Leaving without cutting anybody: the order in which an engine stops taking requests and ends.
 
 Not ready at once; new requests are served until the endpoints are surely gone, then refused; running ones finish or hit
-the timeout. Used by SIGTERM and `/admin/v1/drain` alike; it knows no HTTP.
+the timeout. Used by SIGTERM and `/admin/v1/drain` alike; a pause only stops new requests. It knows no HTTP.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ class Drain:
         self._timeout_seconds = 0.0
         self._is_final = False
         self._task: asyncio.Task[None] | None = None
+        self.is_paused = False
+        """Asked for by an administrator: new requests are refused, running ones go on. Leaving goes over it."""
 
     @property
     def phase(self) -> DrainPhase:

@@ -30,6 +30,18 @@ from tidegate_engine.settings import (
 from tidegate_engine.steptime import StepModel
 
 PREFIX = "tidegate_engine_"
+REJECTION_REASONS = (
+    "queue_full",
+    "context_length",
+    "invalid",
+    "unsupported",
+    "unknown_model",
+    "unauthorized",
+    "body_too_large",
+    "paused",
+    "shutting_down",
+)
+"""Why a request was turned away before it was served."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -149,6 +161,8 @@ class Counts:
     generation_tokens: int = 0
     steps: int = 0
     failed_steps: int = 0
+    rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTION_REASONS, 0))
+    """Counted on the HTTP side."""
     corrupted_requests: int = 0
     settings_changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "rejected": 0, "reverted": 0})
 
@@ -190,7 +204,7 @@ def render(counts: Counts, snapshot: Snapshot, *, model_name: str, block_tokens:
 
 
 class EngineMetrics:
-    """What the engine loop counts. Written by its thread alone."""
+    """What one side counts: the engine loop by its thread alone, the HTTP side by its event loop alone."""
 
     def __init__(self, patterns: tuple[Pattern, ...]) -> None:
         self._patterns = patterns
@@ -200,6 +214,11 @@ class EngineMetrics:
         self.counts.ttft[cell].observe(ttft_seconds)
         if queue_seconds is not None:
             self.counts.queue[cell].observe(queue_seconds)
+
+    def rejected(self, reason: str | None) -> None:
+        """Count a request that was turned away; None = it was not, so nothing is counted."""
+        if reason is not None:
+            self.counts.rejections[reason] += 1
 
     def finished(self, request: FinishedRequest) -> None:
         counts = self.counts
@@ -286,6 +305,12 @@ def _requests(counts: Counts, now: Snapshot) -> Iterator[Metric]:
             for row in range(len(isl))
             for column in range(len(osl))
         ),
+    )
+    yield _counter(
+        f"{PREFIX}request_rejections",
+        "Requests turned away before they were served, by reason.",
+        ("reason",),
+        (((reason,), count) for reason, count in counts.rejections.items()),
     )
     yield _gauge(f"{PREFIX}requests_running", "Requests in the batch.", (), [((), now.running)])
     yield _gauge(f"{PREFIX}requests_waiting", "Requests in the queue.", (), [((), now.waiting)])
@@ -472,6 +497,12 @@ class _Aliases:
         yield self._one(_counter, "spec_decode_num_draft_tokens", self._now.drafted_tokens)
         yield self._one(_counter, "spec_decode_num_accepted_tokens", self._now.accepted_tokens)
         yield self._one(_counter, "num_preemptions", sum(self._now.preemptions.values()))
+        yield _counter(
+            "vllm:admission_rejections",
+            "Alias for vLLM's admission_rejections.",
+            ("model_name", "engine", "reason"),
+            [((*self._labels, "queue_full"), counts.rejections["queue_full"])],
+        )
         yield _counter(
             "vllm:request_success",
             "Alias for vLLM's request_success.",

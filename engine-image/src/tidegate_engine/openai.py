@@ -1,29 +1,37 @@
 """The OpenAI wire format: what requests may say, how answers, chunks and errors look, and server-sent events.
 
 Input is checked by pydantic; output is plain dicts, since it lies on the hot path. No engine, no HTTP framework here.
-Called by `completions` and `server`.
+Called by `completions` and `server`; `responses` and `ollama` turn their calls into these.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from tidegate_engine.context import ContextPolicy
 from tidegate_engine.request import SamplingParams
-from tidegate_engine.structured import StructureFields
+from tidegate_engine.structured import Structure, StructureError, StructureFields
+from tidegate_engine.tool_calls import ToolCall
 
 MAX_CHOICES = 16
 """Cap of `n`: one call may not take a whole batch."""
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_TOOLS = 128
+MAX_EMBEDDING_INPUTS = 2048
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
 UNIONS = {
     "prompt": f"a text, token ids, or a list of up to {MAX_PROMPTS} of these",
     "stop": f"a text or a list of up to {MAX_STOPS} texts",
+    "input": "a text, or a list",
+    "content": "a text, or a list of parts of the type text",
+    "tool_choice": "none, auto, required, or the name of a function",
 }
 """What pydantic cannot say in a sentence: the fields that take several types."""
 DONE = b"data: [DONE]\n\n"
@@ -75,7 +83,11 @@ class CallFields(StructureFields):
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     cache_salt: str | None = None
+    priority: int = Field(0, ge=-1000, le=1000)
+    """Lower runs sooner."""
     max_tokens: int | None = Field(None, ge=1)
+    context_policy: ContextPolicy | None = None
+    """What happens to a prompt that is too long; default: the server's."""
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
 
     def unsupported_field(self) -> str | None:
@@ -139,8 +151,25 @@ class CompletionCall(CallFields):
 
 
 class TextPart(BaseModel):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    arguments: str | dict[str, JsonValue] = "{}"
+
+
+class MessageToolCall(BaseModel):
+    """A call that the model made earlier in the conversation."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class ChatMessage(BaseModel):
@@ -148,11 +177,77 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
 
     def text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
+
+    def as_template_message(self) -> dict[str, object]:
+        """As chat templates want it: content is text, a call's arguments an object; raises ApiError."""
+        message: dict[str, object] = {"role": self.role, "content": self.text()}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [_template_call(call) for call in self.tool_calls]
+        return message
+
+
+def _template_call(call: MessageToolCall) -> dict[str, object]:
+    arguments: object = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError as error:
+            message = f"the arguments of the call of {call.function.name!r} are not JSON: {error}"
+            raise ApiError(400, message, param="messages", code="invalid_value") from error
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:/-]+$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def as_template_tool(self) -> dict[str, object]:
+        function = self.function
+        return {
+            "type": "function",
+            "function": {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class ChatCall(CallFields):
@@ -162,12 +257,55 @@ class ChatCall(CallFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
 
-    def unsupported_field(self) -> str | None:
-        if self.tools:
-            return "tools"
-        return super().unsupported_field()
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of; raises ApiError when the choice names none of them."""
+        tools = self.tools or []
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            tools = [tool for tool in tools if tool.function.name == wanted]
+        elif self.tool_choice != "required":
+            return tools
+        if not tools:
+            raise ApiError(400, "tool_choice asks for a tool that is not in tools", param="tool_choice")
+        return tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice is not None and self.tool_choice not in ("none", "auto")
+
+    def structure(self) -> Structure | None:
+        """The form of the answer; a call that must be made is one of its own."""
+        asked = super().structure()
+        if not self.must_call:
+            return asked
+        if asked is not None:
+            raise StructureError(f"{asked.param} and a call that must be made exclude each other", param=asked.param)
+        return _call_structure(self.offered_tools())
+
+
+def _call_structure(tools: Sequence[Tool]) -> Structure:
+    """A call of one of `tools` as JSON. Definitions move to the root, where the references to them point."""
+    definitions: dict[str, JsonValue] = {}
+    calls = []
+    for tool in tools:
+        schema: dict[str, JsonValue] = {"type": "object", **(tool.function.parameters or {})}
+        own = schema.pop("$defs", None)
+        for name, definition in own.items() if isinstance(own, dict) else ():
+            if definitions.setdefault(name, definition) != definition:
+                raise StructureError(f"two tools define {name!r} differently", param="tools")
+        properties = {"name": {"const": tool.function.name}, "arguments": schema}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    root = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return Structure("json", json.dumps({**root, "$defs": definitions} if definitions else root), "tool_choice")
 
 
 class TokenizeCall(BaseModel):
@@ -176,11 +314,32 @@ class TokenizeCall(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    """Default: for a text yes, for a conversation no, since its template has them."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
 
 
 class DetokenizeCall(BaseModel):
     model: str | None = None
     tokens: list[int]
+
+
+class EmbeddingCall(BaseModel):
+    """Body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    input: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
 
 
 def parse(kind: type[CallT], body: bytes) -> CallT:
@@ -189,6 +348,11 @@ def parse(kind: type[CallT], body: bytes) -> CallT:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    return validated(kind, data)
+
+
+def validated(kind: type[CallT], data: object) -> CallT:
+    """Read a call from JSON data; raises ApiError (400) that names the first wrong field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -196,15 +360,16 @@ def parse(kind: type[CallT], body: bytes) -> CallT:
         first = errors[0]
         path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
         where = ".".join(map(str, path)) or None
-        name = str(first["loc"][0]) if first["loc"] else ""
-        if name in UNIONS and len(errors) > 1:
-            where, first["msg"] = name, f"must be {UNIONS[name]}"
+        name = next((part for part in first["loc"] if part in UNIONS), None)
+        if name is not None and len(errors) > 1:
+            path = path[: path.index(name) + 1]
+            where, first["msg"] = ".".join(map(str, path)), f"must be {UNIONS[str(name)]}"
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where, code="invalid_value") from error
 
 
 def _is_field(part: str) -> bool:
-    """False for the branches of a union (`str`, `list[str]`, ...), which pydantic also puts into the path."""
-    return part.isidentifier() and part not in ("str", "int", "float", "bool")
+    """False for the branches of a union (`str`, `list[str]`, `Tool`, ...), which pydantic also puts into the path."""
+    return part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +377,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    truncated_tokens: int = 0
+    """Of the prompt, cut by the context policy; not in `prompt_tokens`."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -219,7 +386,17 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "truncated_tokens": self.truncated_tokens,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is known when all choices have ended. Times count from the arrival."""
+
+    usage: Usage
+    first_token_seconds: float | None
+    total_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,35 +411,61 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice gained: text, tokens' log probabilities, its end."""
+    """What one choice gained: text, tokens' log probabilities, calls of tools, its end."""
 
     index: int
     text: str
     entries: tuple[TokenEntry, ...] = ()
     finish_reason: str | None = None
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What stands around the choices of every answer and chunk of one call."""
+    """What stands around the choices of every answer and chunk of one call: the wire of OpenAI's older two APIs."""
 
     id: str
     created: int
     model: str
     is_chat: bool
     with_logprobs: bool
+    with_usage: bool = False
+    """Whether a stream ends with a chunk of usage."""
+    media_type: str = "text/event-stream"
+    _calls_begun: dict[int, int] = field(default_factory=dict)
+    """Choices whose stream has begun, with their number of tool calls so far."""
 
-    def answer(self, choices: Sequence[Delta], usage: Usage) -> dict[str, object]:
+    def answer(self, choices: Sequence[Delta], ending: Ending) -> dict[str, object]:
         return {
             "id": self.id,
             "object": "chat.completion" if self.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": [self._choice(choice) for choice in choices],
-            "usage": usage.as_dict(),
+            "usage": ending.usage.as_dict(),
         }
 
-    def chunk(self, choices: list[dict[str, object]], *, usage: dict[str, object] | None = None) -> dict[str, object]:
+    def begin(self) -> bytes:
+        return b""
+
+    def chunks(self, deltas: Sequence[Delta]) -> bytes:
+        """The events of what a step brought."""
+        parts = []
+        for delta in deltas:
+            if self.is_chat and delta.index not in self._calls_begun:
+                self._calls_begun[delta.index] = 0
+                parts.append(self._role(delta.index))
+            parts += self._call_chunks(delta) if delta.calls else [self._delta(delta)]
+        return b"".join(event(self._chunk([part])) for part in parts)
+
+    def end(self, ending: Ending) -> bytes:
+        usage = event(self._chunk([], usage=ending.usage.as_dict())) if self.with_usage else b""
+        return usage + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choices: list[dict[str, object]], *, usage: dict[str, object] | None = None) -> dict[str, object]:
         chunk: dict[str, object] = {
             "id": self.id,
             "object": "chat.completion.chunk" if self.is_chat else "text_completion",
@@ -274,7 +477,7 @@ class Envelope:
             chunk["usage"] = usage
         return chunk
 
-    def delta(self, delta: Delta) -> dict[str, object]:
+    def _delta(self, delta: Delta) -> dict[str, object]:
         """The choice of a chunk."""
         if not self.is_chat:
             return self._choice(delta)
@@ -285,9 +488,27 @@ class Envelope:
             "finish_reason": delta.finish_reason,
         }
 
-    def role(self, index: int) -> dict[str, object]:
+    def _role(self, index: int) -> dict[str, object]:
         """The first choice chunk of a chat stream."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def _call_chunks(self, delta: Delta) -> list[dict[str, object]]:
+        """Text, then for each call its name and its arguments, then the end."""
+        chunks = []
+        if delta.text or delta.entries:
+            chunks.append(self._delta(Delta(delta.index, delta.text, delta.entries)))
+        for call in delta.calls:
+            place = self._calls_begun[delta.index]
+            self._calls_begun[delta.index] = place + 1
+            head = {"index": place, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+            rest = {"index": place, "function": {"arguments": call.arguments}}
+            chunks += [
+                {"index": delta.index, "delta": {"tool_calls": [part]}, "logprobs": None, "finish_reason": None}
+                for part in (head, rest)
+            ]
+        if delta.finish_reason is not None:
+            chunks.append(self._delta(Delta(delta.index, "", (), delta.finish_reason)))
+        return chunks
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -296,7 +517,7 @@ class Envelope:
             "finish_reason": delta.finish_reason,
         }
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            choice["message"] = _message(delta)
         else:
             choice["text"] = delta.text
         return choice
@@ -305,6 +526,20 @@ class Envelope:
         if not self.with_logprobs:
             return None
         return _chat_logprobs(entries) if self.is_chat else _completion_logprobs(entries)
+
+
+def _message(delta: Delta) -> dict[str, object]:
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": delta.text or None if delta.calls else delta.text,
+        "refusal": None,
+    }
+    if delta.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in delta.calls
+        ]
+    return message
 
 
 def _text(data: bytes) -> str:

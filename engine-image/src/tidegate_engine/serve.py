@@ -25,15 +25,17 @@ from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
 from tidegate_engine.completions import Completions, Limits, Tokenizer
+from tidegate_engine.context import ContextPolicy
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine, build_engine
 from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
 from tidegate_engine.engine_host import run_engine
-from tidegate_engine.metrics import Snapshot, add_counts, new_counts, render
+from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
+from tidegate_engine.tool_calls import FORMATS, recognise_format
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of usual proxies, so that they close a connection first."""
@@ -80,6 +82,11 @@ class ServeOptions:
     object_uid: str | None = None
     api_keys: tuple[str, ...] = ()
     max_queued: int | None = None
+    context_policy: ContextPolicy = ContextPolicy.REJECT
+    honours_priority: bool = False
+    """Whether a request may name its priority."""
+    tool_call_parser: str | None = None
+    """Name of a format; None = recognised from the model's chat template."""
     speculation: NgramSpeculation | None = None
 
 
@@ -220,12 +227,12 @@ class Process:
     async def _serve(self, model: LoadedModel) -> int:
         options = self._options
         engine, info = model.engine, model.engine.info
-        counts = new_counts(options.settings.patterns)
+        metrics = EngineMetrics(options.settings.patterns)
         batching = LiveBatching(
             engine,
             initial_state(options.settings.settings, options.settings.generation),
             options.settings.envelope,
-            counts=counts,
+            counts=metrics.counts,
         )
         drain = Drain(
             lambda: engine.unfinished,
@@ -237,6 +244,11 @@ class Process:
             info.max_model_len,
             (info.kv_blocks - 1) * info.block_tokens,
             options.max_queued,
+            options.context_policy,
+            honours_priority=options.honours_priority,
+            tool_format=FORMATS[options.tool_call_parser]
+            if options.tool_call_parser
+            else recognise_format(model.tokenizer.chat_template),
             structured_outputs=info.structured_outputs,
         )
 
@@ -245,7 +257,7 @@ class Process:
             snapshot = _with_settings(report.snapshot, batching)
             return await asyncio.to_thread(
                 render,
-                add_counts(report.counts, counts),
+                add_counts(report.counts, metrics.counts),
                 snapshot,
                 model_name=options.served_names[0],
                 block_tokens=info.block_tokens,
@@ -254,8 +266,10 @@ class Process:
         parts = ApiParts(
             completions=Completions(engine, model.tokenizer, limits),
             drain=drain,
+            metrics=metrics,
             render_metrics=render_metrics,
             is_healthy=lambda: probe_live(self.state)[0],
+            info=info,
             version=engine_version(),
             created=int(time.time()),
         )

@@ -8,31 +8,59 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate_engine.completions import Completions, Generation
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine_client import EngineGone
-from tidegate_engine.metrics import CONTENT_TYPE
+from tidegate_engine.metrics import CONTENT_TYPE, EngineMetrics
+from tidegate_engine.ollama import (
+    EMULATED_VERSION,
+    OllamaChatCall,
+    OllamaGenerateCall,
+    OllamaWire,
+    Served,
+    ShowCall,
+    error_body,
+    resolve_name,
+)
 from tidegate_engine.openai import (
     ApiError,
     ChatCall,
     CompletionCall,
     DetokenizeCall,
+    EmbeddingCall,
     TokenizeCall,
     model_list,
     parse,
 )
+from tidegate_engine.openapi import describe_api
+from tidegate_engine.responses import ResponseCall, ResponseWire
+from tidegate_engine.runner import ModelInfo
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+OLLAMA_PREFIX = "/api/"
 CLIENT_CLOSED_REQUEST = 499
 DRAIN_RETRY_AFTER_SECONDS = 5
 METRICS_TIMEOUT_SECONDS = 5.0
+REJECTION_REASONS = {
+    401: "unauthorized",
+    404: "unknown_model",
+    413: "body_too_large",
+    "context_length_exceeded": "context_length",
+    "queue_full": "queue_full",
+    "paused": "paused",
+    "shutting_down": "shutting_down",
+    "unsupported_parameter": "unsupported",
+}
+"""By the error's code or status; every other error that is the client's is `invalid`."""
 
 
 class JsonResponse(Response):
@@ -42,8 +70,16 @@ class JsonResponse(Response):
         return orjson.dumps(content)
 
 
-def error_response(error: ApiError) -> Response:
-    return JsonResponse(error.body(), error.status, headers=dict(error.headers))
+def error_response(error: ApiError, path: str) -> Response:
+    """In the shape of the API that the path belongs to."""
+    body = error_body(error) if path.startswith(OLLAMA_PREFIX) else error.body()
+    return JsonResponse(body, error.status, headers=dict(error.headers))
+
+
+def rejection_reason(error: ApiError) -> str | None:
+    """A bounded word for a request that was turned away; None when it failed while it was served."""
+    reason = REJECTION_REASONS.get(error.code or "") or REJECTION_REASONS.get(error.status)
+    return reason or ("invalid" if 400 <= error.status < 500 else None)
 
 
 async def _until_disconnect(receive: Receive) -> None:
@@ -52,11 +88,11 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends a generation as server-sent events; a client that goes away ends it."""
+    """Sends a generation as it comes; a client that goes away ends it."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+            media_type=generation.wire.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         # A stream has no length.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
@@ -99,13 +135,15 @@ async def whole_answer(generation: Generation, receive: Receive) -> Response:
 class Guard:
     """Default deny, before any route: without a valid key only health and metrics are answered."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics: EngineMetrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._api_keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await error_response(refusal)(scope, receive, send)
+            self._metrics.rejected(rejection_reason(refusal))
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -134,8 +172,11 @@ class ApiParts:
 
     completions: Completions
     drain: Drain
+    metrics: EngineMetrics
+    """What is counted on this side."""
     render_metrics: Callable[[], Awaitable[bytes]]
     is_healthy: Callable[[], bool]
+    info: ModelInfo
     version: str
     created: int
 
@@ -143,11 +184,20 @@ class ApiParts:
 def create_api(parts: ApiParts, *, api_keys: tuple[str, ...] = ()) -> ASGIApp:
     """The ASGI app of port 8000."""
     app = FastAPI(title="Tidegate engine", openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(ApiError, _on_api_error)
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        parts.metrics.rejected(rejection_reason(error))
+        return error_response(error, request.url.path)
+
+    app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     _add_openai_routes(app, parts)
+    _add_ollama_routes(app, parts)
+    _add_token_routes(app, parts)
     _add_plain_routes(app, parts)
-    return Guard(app, api_keys)
+    return Guard(app, api_keys, parts.metrics)
 
 
 def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
@@ -181,11 +231,124 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         generation = await completions.begin_chat(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        arrival = time.monotonic()
+        _check_accepts(parts.drain)
+        call = parse(ResponseCall, await _read_body(request))
+        make_wire = partial(ResponseWire, call)
+        generation = await completions.begin_chat(call.as_chat(), arrival=arrival, make_wire=make_wire)
+        return await _respond(generation, request, stream=bool(call.stream))
+
+    @app.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        call = parse(EmbeddingCall, await _read_body(request))
+        completions.check_model(call.model)
+        raise ApiError(
+            400,
+            f"the model {call.model!r} generates text and makes no embeddings; ask a server of an embedding model",
+            param="model",
+            code="unsupported_parameter",
+        )
+
+
+def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
+    completions = parts.completions
+    names = completions.limits.served_names
+    served = Served(
+        names,
+        parts.info,
+        created=parts.created,
+        template=completions.tokenizer.chat_template,
+        has_tools=completions.limits.tool_format is not None,
+    )
+
+    @app.post("/api/chat")
+    async def chat(request: Request) -> Response:
+        arrival = time.monotonic()
+        _check_accepts(parts.drain)
+        call = parse(OllamaChatCall, await _read_body(request))
+        wire = OllamaWire(call.model, is_chat=True, with_logprobs=bool(call.logprobs))
+        if call.asks_nothing():
+            completions.check_model(resolve_name(call.model, names))
+            return JsonResponse(wire.loaded())
+        generation = await completions.begin_chat(call.as_chat(names), arrival=arrival, make_wire=lambda: wire)
+        return await _respond(generation, request, stream=call.stream is not False)
+
+    @app.post("/api/generate")
+    async def generate(request: Request) -> Response:
+        arrival = time.monotonic()
+        _check_accepts(parts.drain)
+        call = parse(OllamaGenerateCall, await _read_body(request))
+        wire = OllamaWire(call.model, is_chat=False, with_logprobs=bool(call.logprobs))
+        if call.asks_nothing():
+            completions.check_model(resolve_name(call.model, names))
+            return JsonResponse(wire.loaded())
+        inner = call.as_call(names)
+        if isinstance(inner, CompletionCall):
+            generation = await completions.begin_completion(inner, arrival=arrival, make_wire=lambda: wire)
+        else:
+            generation = await completions.begin_chat(inner, arrival=arrival, make_wire=lambda: wire)
+        return await _respond(generation, request, stream=call.stream is not False)
+
+    @app.post("/api/show")
+    async def show(request: Request) -> Response:
+        call = parse(ShowCall, await _read_body(request))
+        completions.check_model(resolve_name(call.model or call.name or "", names))
+        return JsonResponse(served.show())
+
+    @app.get("/api/tags")
+    async def tags() -> Response:
+        return JsonResponse(served.tags())
+
+    @app.get("/api/ps")
+    async def running() -> Response:
+        return JsonResponse(served.running())
+
+    @app.get("/")
+    @app.head("/")
+    async def root() -> Response:
+        """Ollama's clients ask this to see whether anything is there."""
+        return Response("Tidegate engine is running\n", media_type="text/plain")
+
+    @app.get("/api/version")
+    async def version() -> Response:
+        return JsonResponse({"version": EMULATED_VERSION})
+
+
+def _add_token_routes(app: FastAPI, parts: ApiParts) -> None:
+    completions = parts.completions
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        call = parse(TokenizeCall, await _read_body(request))
+        completions.check_model(call.model)
+        if (call.prompt is None) == (call.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        if call.messages is not None:
+            ids = await completions.encode_chat(
+                call.messages, call.tools or (), add_generation_prompt=call.add_generation_prompt
+            )
+        else:
+            ids = await completions.encode(call.prompt or "", add_special=call.add_special_tokens is not False)
+        tokens = [completions.tokenizer.decode([token_id]) for token_id in ids] if call.return_token_strs else None
+        body = {"count": len(ids), "max_model_len": completions.limits.max_model_len, "tokens": ids}
+        return JsonResponse({**body, "token_strs": tokens})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        call = parse(DetokenizeCall, await _read_body(request))
+        completions.check_model(call.model)
+        completions.check_ids(call.tokens, param="tokens")
+        return JsonResponse({"prompt": completions.tokenizer.decode(call.tokens)})
+
 
 def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
+    document = describe_api(completions.limits.served_names, version=parts.version)
 
     @app.get("/health")
+    @app.get("/ping")
     async def health() -> Response:
         return Response(status_code=200 if parts.is_healthy() else 503)
 
@@ -201,24 +364,9 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
     async def load() -> Response:
         return JsonResponse(_load(completions))
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        call = parse(TokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        if (call.prompt is None) == (call.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-        if call.messages is not None:
-            ids = await completions.encode_chat(call.messages)
-        else:
-            ids = await completions.encode(call.prompt or "")
-        return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": completions.limits.max_model_len})
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        call = parse(DetokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        completions.check_ids(call.tokens, param="tokens")
-        return JsonResponse({"prompt": completions.tokenizer.decode(call.tokens)})
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonResponse(document)
 
 
 def _load(completions: Completions) -> Mapping[str, int]:
@@ -260,6 +408,14 @@ def _body_too_large() -> ApiError:
 
 
 def _check_accepts(drain: Drain) -> None:
+    if drain.is_paused:
+        raise ApiError(
+            503,
+            "this replica is paused by an administrator",
+            type="server_error",
+            code="paused",
+            headers={"retry-after": str(DRAIN_RETRY_AFTER_SECONDS)},
+        )
     if not drain.accepts:
         raise ApiError(
             503,
@@ -270,13 +426,15 @@ def _check_accepts(drain: Drain) -> None:
         )
 
 
-async def _on_api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    """The client left before its request was whole; nobody reads this."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = "not_found" if error.status_code == 404 else None
-    return error_response(ApiError(error.status_code, message, code=code, headers=error.headers or {}))
+    return error_response(
+        ApiError(error.status_code, message, code=code, headers=error.headers or {}), request.url.path
+    )

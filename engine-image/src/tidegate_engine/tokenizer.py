@@ -81,15 +81,38 @@ class ModelTokenizer:
             return b""
         return self._pieces[token_id]
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def use_template(self, source: str) -> None:
+        """Take another chat template than the model's own; raises ChatTemplateError."""
+        special_tokens = {} if self._template is None else self._template.special_tokens
+        self._template = ChatTemplate(source, special_tokens=special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None when the model has none."""
+        return None if self._template is None else self._template.source
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The conversation by the model's template; raises ChatTemplateError, a ValueError."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Ids of a conversation, ending where the answer begins. Templates spell out BOS, so none is added."""
-        return self.encode(self.render_chat(messages), add_special=False)
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special=False)
 
 
 def _parts_of_gguf(file: GgufFile) -> TokenizerParts:

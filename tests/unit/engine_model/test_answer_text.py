@@ -63,7 +63,11 @@ class Kind:
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def chat_template(self) -> None:
+        return None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
@@ -76,7 +80,7 @@ class Kind:
         assert token is not None
         return b"" if token == "<unk>" else self.bytes_of(token)
 
-    def chat(self, messages: object) -> list[int]:
+    def chat(self, messages: object, *, tools: object = None, add_generation_prompt: bool = True) -> list[int]:
         raise NotImplementedError
 
 

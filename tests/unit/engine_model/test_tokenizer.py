@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.chat import ChatTemplate, ChatTemplateError
+from tidegate_engine.context import ContextPolicy, fit_messages
 from tidegate_engine.tokenizer import ModelTokenizer, load_tokenizer
 from tidegate_engine.weights import ModelError
 
@@ -196,3 +197,45 @@ def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(writ
     bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         bare.chat(MESSAGES)
+
+
+def test_another_template_may_be_used_and_renders_tools(tokenizer: ModelTokenizer, real_model: Path) -> None:
+    own = load_tokenizer(real_model)
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{{ eos_token }}"
+    own.use_template(source)
+    assert own.chat_template == source != tokenizer.chat_template
+    assert own.render_chat(MESSAGES[:1]) == "Be brief.<|im_end|>"
+    rendered = own.render_chat(MESSAGES[:1], tools=tools)
+    assert rendered == '[{"type": "function", "function": {"name": "tide", "parameters": {}}}]Be brief.<|im_end|>'
+    with pytest.raises(ChatTemplateError, match="cannot be read"):
+        own.use_template("{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "cut"),
+    [
+        (ContextPolicy.TRUNCATE_LEFT, ["LAST"], ["FIRST", "CENTRE"]),
+        (ContextPolicy.TRUNCATE_MIDDLE, ["FIRST", "LAST"], ["CENTRE"]),
+    ],
+)
+def test_ten_thousand_words_are_cut_within_the_real_template(
+    tokenizer: ModelTokenizer, policy: ContextPolicy, kept: list[str], cut: list[str]
+) -> None:
+    half = " ".join(f"word{index % 97}" for index in range(5_000))
+    question = f"The FIRST fact. {half} The CENTRE fact. {half} The LAST fact. What is the tide?"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    fitted = fit_messages(
+        messages,
+        tokenizer.chat,
+        room=1_792,
+        policy=policy,
+        token_lengths=lambda text: [len(tokenizer.token_bytes(token)) for token in tokenizer.encode(text)],
+    )
+    prompt = tokenizer.decode(fitted.ids, skip_special=False)
+    assert 1_600 < len(fitted.ids) <= 1_792
+    assert fitted.truncated_tokens == len(tokenizer.chat(messages)) - len(fitted.ids) > 10_000
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert prompt.endswith("What is the tide?<|im_end|>\n<|im_start|>assistant\n")
+    assert all(f"The {fact} fact." in prompt for fact in kept)
+    assert not any(fact in prompt for fact in cut)
