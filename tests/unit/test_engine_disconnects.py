@@ -4,17 +4,19 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from tidegate_engine.engine import Engine
 from tidegate_engine.serve import Process
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
+Loops = Mapping[Process, Engine]
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 DISCONNECTS = 1_000 if PROVE else 60
 AT_ONCE = 20
@@ -42,14 +44,15 @@ def request_of(path: str, source: random.Random) -> bytes:
 @pytest.mark.prove
 @pytest.mark.timeout(1800 if PROVE else 120)
 async def test_disconnects_in_queue_prefill_and_decode_leave_all_blocks_free(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, fast_profile: Profile, loops: Loops
 ) -> None:
     # Four at a time in small chunks: most clients wait or are in their prompt when they leave.
     small_batch = BatchSettings(4, 32, 16)
     slow = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.004))
     engine = await start_engine(profile=slow)
+    loop = loops[engine]
     assert engine.state.loaded is not None
-    loop = engine.state.loaded.engine
+    client = engine.state.loaded.engine
     await loop.call(lambda: loop.scheduler.apply(small_batch))
     seen: set[str] = set()
 
@@ -80,7 +83,7 @@ async def test_disconnects_in_queue_prefill_and_decode_leave_all_blocks_free(
 
     await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
     async with asyncio.timeout(30):
-        while loop.unfinished:  # noqa: ASYNC110  # the engine's thread changes it
+        while client.unfinished or loop.scheduler.has_work:  # noqa: ASYNC110  # the engine's thread changes it
             await asyncio.sleep(0.01)
     assert seen == {"queue", "prefill", "decode"}
     assert loop.scheduler.blocks.used == 0

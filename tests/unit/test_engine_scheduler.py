@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
+from tidegate_engine.host_pool import HostPool
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import (
     FinishReason,
@@ -25,7 +26,7 @@ from tidegate_engine.request import (
     Step,
     TokenEvent,
 )
-from tidegate_engine.scheduler import MAX_BYPASSES, RequestRefused, Scheduler
+from tidegate_engine.scheduler import AGEING_SECONDS, MAX_BYPASSES, RESERVE_RATIO_START, RequestRefused, Scheduler
 from tidegate_engine.settings import BatchSettings
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
@@ -58,8 +59,19 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.host: dict[tuple[int, int], tuple[object, ...]] = {}
+
+    def copy(self, step: Step) -> None:
+        assert len({copy.slot for copy in step.stores}) == len(step.stores)
+        for there in step.stores:
+            for offset in range(BLOCK):
+                self.host[there.slot, offset] = self.slots[there.block, offset]
+        for back in step.loads:
+            for offset in range(BLOCK):
+                self.slots[back.block, offset] = self.host[back.slot, offset]
 
     def run(self, step: Step) -> dict[str, SampledToken]:
+        self.copy(step)
         tokens = {}
         for item in step.items:
             request = item.request
@@ -90,9 +102,10 @@ def make_request(
     max_tokens: int = 8,
     arrival: float = 0.0,
     priority: int = 0,
+    ignore_eos: bool = True,
 ) -> Request:
     ids = tuple(prompt)
-    params = SamplingParams(ignore_eos=True)
+    params = SamplingParams(ignore_eos=ignore_eos)
     return Request(name, len(ids), max_tokens, arrival, prompt_ids=ids, params=params, priority=priority)
 
 
@@ -102,8 +115,10 @@ def make_scheduler(
     blocks: int = 200,
     prefix_caching: bool = True,
     speculation: NgramSpeculation | None = None,
+    host_slots: int = 0,
 ) -> Scheduler:
-    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching)
+    host = HostPool(host_slots) if host_slots else None
+    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching, host=host)
     return Scheduler(settings, pool, max_model_len=1000, speculation=speculation)
 
 
@@ -187,6 +202,14 @@ def test_waiting_requests_start_by_priority_then_arrival() -> None:
     scheduler.add(make_request("early", range(4), arrival=1.0, max_tokens=1))
     scheduler.add(make_request("urgent", range(4), arrival=3.0, priority=-1, max_tokens=1))
     assert [plan_and_commit(scheduler)[0][0] for _ in range(3)] == ["urgent", "early", "late"]
+
+
+def test_a_waiting_request_ages_past_more_urgent_ones_that_come_much_later() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("patient", range(4), priority=2, max_tokens=1))
+    for name, arrival in (("soon", 0.9), ("late", 1.1)):
+        scheduler.add(make_request(name, range(4), arrival=arrival * 2 * AGEING_SECONDS, max_tokens=1))
+    assert [plan_and_commit(scheduler)[0][0] for _ in range(3)] == ["soon", "patient", "late"]
 
 
 def test_a_step_plans_once_and_is_committed_once() -> None:
@@ -443,6 +466,59 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert (scheduler.blocks.cached, scheduler.blocks.free) == (0, 200)
 
 
+# --- host memory
+
+
+def cycle(scheduler: Scheduler, runner: FakeRunner, ids: Sequence[int], *, name: str) -> Request:
+    request = make_request(name, ids, max_tokens=4)
+    scheduler.add(request)
+    drain(scheduler, runner)
+    return request
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=20)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    cycle(scheduler, runner, range(40), name="a")
+    cycle(scheduler, runner, range(100, 140), name="b")
+    assert host.stored_blocks > 0 and host.loaded_blocks == 0
+    again = cycle(scheduler, runner, [*range(40), 7], name="again")
+    assert again.num_cached == 40
+    assert host.loaded_blocks == 10 - 3  # three of its blocks were still in the cache
+    assert again.output_ids == expected_output(again)[0]
+
+
+def test_the_host_pool_forgets_with_the_cache_and_holds_no_more_than_it_may() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=5)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    for number in range(6):
+        cycle(scheduler, runner, range(100 * number, 100 * number + 40), name=f"r{number}")
+        assert host.used <= 5
+    assert host.used == 5
+    scheduler.flush_cache()
+    assert host.used == 0
+    again = cycle(scheduler, runner, range(500, 540), name="again")
+    assert (again.num_cached, host.loaded_blocks) == (0, 0)
+
+
+def test_a_step_that_failed_has_stored_nothing() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=20)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    cycle(scheduler, runner, range(40), name="a")
+    scheduler.add(make_request("b", range(100, 140)))
+    step = scheduler.plan(0.0)
+    assert len(step.stores) == host.used == 6
+    scheduler.fail(step, "lost", 0.0)
+    assert host.used == 0
+    scheduler.check_integrity()
+
+
 # --- pressure
 
 
@@ -485,6 +561,73 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     held = new.total_tokens
     (item,) = scheduler.plan(0.0).items
     assert item.request is new and item.start >= held // 2
+
+
+@pytest.mark.parametrize(("settings", "blocks"), [(BatchSettings(2, 100, 100), 200), (BatchSettings(8, 100, 100), 13)])
+def test_an_urgent_request_takes_the_place_of_the_least_urgent_one_and_changes_no_token(
+    settings: BatchSettings, blocks: int
+) -> None:
+    scheduler = make_scheduler(settings, blocks=blocks)
+    runner = FakeRunner()
+    first = make_request("first", range(8), max_tokens=10, priority=1)
+    second = make_request("second", range(50, 58), max_tokens=10, priority=1, arrival=1.0)
+    for request in (first, second):
+        scheduler.add(request)
+        scheduler._reserve_ratio = 0.0
+        drive(scheduler, runner)
+    urgent = make_request("urgent", range(100, 120), max_tokens=4, arrival=2.0)
+    scheduler.add(urgent)
+    for _ in range(3):
+        scheduler._reserve_ratio = 0.0
+        drive(scheduler, runner)
+    assert [r.state for r in (first, second, urgent)] == [
+        RequestState.RUNNING,
+        RequestState.WAITING,
+        RequestState.RUNNING,
+    ]
+    assert scheduler.preemptions == {"kv": 0, "policy": 1}
+    drain(scheduler, runner)
+    for request in (first, second, urgent):
+        assert request.output_ids == expected_output(request)[0]
+
+
+def test_a_request_of_its_age_is_not_sent_back_for_an_urgent_one() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("old", range(8), priority=1))
+    plan_and_commit(scheduler)
+    scheduler.add(make_request("urgent", range(8), arrival=AGEING_SECONDS + 1))
+    plan_and_commit(scheduler)
+    assert scheduler.preemptions == {"kv": 0, "policy": 0}
+
+
+def test_a_cap_lowered_below_the_running_ones_sends_none_back_for_an_urgent_one() -> None:
+    scheduler = make_scheduler()
+    for number in range(3):
+        scheduler.add(make_request(f"r{number}", range(8), priority=1))
+    plan_and_commit(scheduler)
+    scheduler.apply(BatchSettings(2, 100, 100))
+    scheduler.add(make_request("urgent", range(8)))
+    plan_and_commit(scheduler)
+    assert (scheduler.running, scheduler.preemptions["policy"]) == (3, 0)
+
+
+def test_admission_learns_that_answers_end_early() -> None:
+    def admitted(lengths: Sequence[int]) -> int:
+        scheduler = make_scheduler(blocks=40)
+        for number, length in enumerate(lengths):
+            short = make_request(f"l{number}", range(4), max_tokens=length)
+            scheduler.add(short)
+            drain(scheduler, FakeRunner())
+        scheduler._reserve_ratio = RESERVE_RATIO_START
+        scheduler.flush_cache()
+        for number in range(12):
+            prompt = range(number * 100, number * 100 + 8)
+            scheduler.add(make_request(f"r{number}", prompt, max_tokens=60, ignore_eos=False))
+        scheduler.plan(0.0)
+        return scheduler.running
+
+    assert admitted([]) == admitted([60] * 40) == 4
+    assert admitted([3] * 40) > 6
 
 
 def test_admission_keeps_room_for_output_to_come() -> None:
@@ -743,10 +886,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.integers(12, 40),
         prefix_caching=st.booleans(),
         speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
+        host_slots=st.sampled_from([0, 1, 5, 30, 200]),
     )
-    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None) -> None:
+    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None, host_slots: int) -> None:
         self.scheduler = make_scheduler(
-            BatchSettings(4, 16, 8), blocks=blocks, prefix_caching=prefix_caching, speculation=speculation
+            BatchSettings(4, 16, 8),
+            blocks=blocks,
+            prefix_caching=prefix_caching,
+            speculation=speculation,
+            host_slots=host_slots,
         )
         self.runner = FakeRunner()
         self.requests: list[Request] = []
@@ -758,6 +906,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), max_size=14),
         max_tokens=st.integers(1, 30),
         priority=st.integers(0, 1),
+        age=st.sampled_from([0.0, 0.0, 0.0, 2 * AGEING_SECONDS]),
         salt=st.sampled_from(["", "", "x"]),
         params=st.builds(
             SamplingParams,
@@ -772,6 +921,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         priority: int,
+        age: float,
         salt: str,
         params: SamplingParams,
     ) -> None:
@@ -781,7 +931,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             name,
             len(ids),
             max_tokens,
-            float(len(self.requests)),
+            len(self.requests) - age,
             prompt_ids=ids,
             params=params,
             priority=priority,
@@ -806,6 +956,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.scheduler.flush_cache()
+        assert self.scheduler.blocks.host is None or self.scheduler.blocks.host.used == 0
 
     @rule()
     def ignore_the_reserve(self) -> None:
@@ -815,9 +966,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         settings, before = self.scheduler.settings, self.scheduler.running
-        first = self.scheduler.live_requests()[0] if before else None
+        live = self.scheduler.live_requests()
+        oldest = min(live, key=lambda r: (r.arrival + AGEING_SECONDS * r.priority, r.sequence), default=None)
+        is_running = oldest is not None and oldest.state is RequestState.RUNNING
         step = self.scheduler.plan(0.0)
-        assert first is None or first.state is RequestState.RUNNING, "the first of the running ones never gives way"
+        if oldest is not None and is_running:
+            assert oldest.state is RequestState.RUNNING, "the oldest never gives way"
+            over_cap = before > settings.max_num_seqs
+            assert over_cap or any(item.request is oldest for item in step.items), "the oldest always advances"
         plain = [item.count - len(item.drafts) for item in step.items]
         decodes = sum(
             count == 1 and item.start >= item.request.prompt_tokens
@@ -840,6 +996,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert event.request.id not in self.ends
             if event.finish_reason is not None:
                 self.ends[event.request.id] = event.finish_reason
+        self.step = None
+
+    @precondition(lambda self: self.step is not None)
+    @rule(copied=st.booleans())
+    def fail(self, copied: bool) -> None:
+        assert self.step is not None
+        if copied:
+            self.runner.copy(self.step)
+        for event in self.scheduler.fail(self.step, "lost", 0.0):
+            assert event.request.id not in self.ends
+            self.ends[event.request.id] = FinishReason.ERROR
         self.step = None
 
     @rule(count=st.integers(1, 20))
@@ -874,7 +1041,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.blocks.used == 0
         for request in self.requests:
             assert request.finish_reason is self.ends[request.id]
-            if request.finish_reason is not FinishReason.ABORT:
+            if request.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
                 assert (request.output_ids, request.finish_reason) == expected_output(request)
 
 

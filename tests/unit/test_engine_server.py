@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,12 @@ import pytest
 
 from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.engine import Engine
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
+Loops = Mapping[Process, Engine]
 MakeScript = Callable[..., Any]
 USER: Any = [{"role": "user", "content": "What is the tide?"}]
 TOOL: Any = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
@@ -46,9 +48,8 @@ def http_of(engine: Process) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30)
 
 
-def used_blocks(engine: Process) -> int:
-    assert engine.state.loaded is not None
-    return engine.state.loaded.engine.scheduler.blocks.used
+def used_blocks(loop: Engine) -> int:
+    return loop.scheduler.blocks.used
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -184,7 +185,7 @@ async def test_logprobs_of_multibyte_text_keep_the_true_bytes(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
-    start_engine: StartEngine, make_script: MakeScript, stream: bool
+    start_engine: StartEngine, make_script: MakeScript, stream: bool, loops: Loops
 ) -> None:
     engine = await start_engine(runner=make_script("one two STOP more and more text "))
     async with client_of(engine) as client:
@@ -197,9 +198,9 @@ async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
             text, reason = answer.choices[0].text, answer.choices[0].finish_reason
             assert answer.usage.completion_tokens == 3
     assert (text, reason) == ("one tw", "stop")
-    await until(lambda: used_blocks(engine) == 0)
-    assert engine.state.loaded is not None
-    assert b'reason="stop"} 1.0' in engine.state.loaded.engine.metrics.render()
+    await until(lambda: used_blocks(loops[engine]) == 0)
+    async with http_of(engine) as http:
+        assert 'reason="stop"} 1.0' in (await http.get("/metrics")).text
 
 
 async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine, make_script: MakeScript) -> None:
@@ -364,20 +365,20 @@ async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngi
         profile=replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.02)), max_queued=2
     )
     assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    client = engine.state.loaded.engine
     async with http_of(engine) as http:
         body = {"model": "fast", "prompt": [1] * 100, "max_tokens": 400}
         calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(6)]
-        await until(lambda: scheduler.running > 0 and scheduler.waiting >= 2)
+        await until(lambda: client.status().running > 0 and client.status().waiting >= 2)
         refused = await http.post("/v1/completions", json=body)
         for call in calls:
             call.cancel()
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["code"] == "queue_full"
-    assert (
-        b'tidegate_engine_request_rejections_total{reason="queue_full"} ' in engine.state.loaded.engine.metrics.render()
-    )
+    async with http_of(engine) as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'tidegate_engine_request_rejections_total{reason="queue_full"} ' in metrics
 
 
 async def test_models_lists_every_served_name(client: openai.AsyncOpenAI) -> None:
@@ -422,22 +423,21 @@ async def test_with_an_api_key_everything_but_health_and_metrics_needs_it(start_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool) -> None:
+async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool, loops: Loops) -> None:
     engine = await start_engine()
-    assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    scheduler, counts = loops[engine].scheduler, loops[engine].metrics.counts
     body = json.dumps({"model": "fast", "prompt": [7] * 64, "max_tokens": 400, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
 
-    async def leave_early() -> None:
+    async def leave_early(arrived: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", engine.api_port)
         writer.write(head + body)
-        await (reader.read(1) if stream else until(lambda: scheduler.running > 0))
+        await (reader.read(1) if stream else until(lambda: sum(counts.arrived) == arrived))
         writer.close()
 
-    for _ in range(5):
-        await asyncio.gather(*(leave_early() for _ in range(4)))
-    await until(lambda: not scheduler.has_work)
+    for number in range(5):
+        await asyncio.gather(*(leave_early(4 * number + 4) for _ in range(4)))
+    await until(lambda: sum(counts.arrived) == 20 and not scheduler.has_work)
     async with http_of(engine) as http:
         metrics = (await http.get("/metrics")).text
     assert 'tidegate_engine_kv_blocks{state="used"} 0.0' in metrics
@@ -476,7 +476,7 @@ async def test_an_error_inside_a_stream_is_an_event_before_done(
 
 
 async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
-    start_engine: StartEngine, make_script: MakeScript
+    start_engine: StartEngine, make_script: MakeScript, loops: Loops
 ) -> None:
     runner = make_script("good")
     engine = await start_engine(runner=runner)
@@ -485,19 +485,18 @@ async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             await client.completions.create(model="fast", prompt="x", max_tokens=5)
         assert (await client.completions.create(model="fast", prompt="x", max_tokens=5)).choices[0].text
-    assert used_blocks(engine) == 0
+    assert used_blocks(loops[engine]) == 0
 
 
 async def test_requests_that_together_need_more_than_the_kv_cache_all_finish(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, fast_profile: Profile, loops: Loops
 ) -> None:
     engine = await start_engine(profile=replace(fast_profile, kv_blocks=17))
     async with client_of(engine) as client:
         calls = [client.completions.create(model="fast", prompt=[index + 1] * 50, max_tokens=100) for index in range(8)]
         answers = await asyncio.gather(*calls)
     assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [100] * 8
-    assert engine.state.loaded is not None
-    engine.state.loaded.engine.scheduler.check_integrity()
+    loops[engine].scheduler.check_integrity()
 
 
 async def test_requests_that_are_turned_away_are_counted_by_reason(start_engine: StartEngine) -> None:

@@ -44,7 +44,9 @@ from tidegate_engine.tool_calls import FORMATS
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
-    from tidegate_engine.serve import LoadedModel
+    from tidegate_engine.runner import Runner
+    from tidegate_engine.serve import Model
+    from tidegate_engine.tokenizer import ModelTokenizer
 
 TERMINATION_LOG = Path("/dev/termination-log")
 EXIT_CONFIG = 2
@@ -89,19 +91,19 @@ def _serve(args: argparse.Namespace) -> int:
     if args.enable_auto_tool_choice and args.tool_call_parser is None:
         logger.info("--enable-auto-tool-choice: the format of tool calls is recognised from the chat template")
     try:
-        from tidegate_engine.serve import LoadedModel, ServeError, ServeOptions, run
+        from tidegate_engine.serve import Model, ServeError, ServeOptions, run
     except ImportError as error:
         raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
 
-    load: Callable[[], LoadedModel]
+    model: Model
     if args.runner == "modelled":
         profile = _read_profile(args)
-        names, load = args.served_model_name or [profile.name], lambda: _load_modelled(args, profile)
+        names, model = args.served_model_name or [profile.name], _modelled(args, profile)
     else:
         if args.model is None:
             raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
         precision = _read_precision(args)
-        names, load = args.served_model_name or [Path(args.model).stem], lambda: _load_torch(args, precision)
+        names, model = args.served_model_name or [Path(args.model).stem], _computed(args, precision)
     options = ServeOptions(
         host=args.host,
         port=args.port,
@@ -124,15 +126,15 @@ def _serve(args: argparse.Namespace) -> int:
         speculation=_read_speculation(args),
     )
     try:
-        return run(options, load)
+        return run(options, model)
     except ServeError as error:
         return _fail(str(error), error.exit_code)
 
 
-def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
+def _modelled(args: argparse.Namespace, profile: Profile) -> "Model":
     from tidegate_engine.byte_tokenizer import ByteTokenizer
     from tidegate_engine.modelled_runner import ModelledRunner, model_info
-    from tidegate_engine.serve import LoadedModel
+    from tidegate_engine.serve import Model
 
     block_tokens = args.block_size or profile.block_tokens
     info = model_info(
@@ -140,42 +142,72 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
         block_tokens=block_tokens,
         kv_blocks=args.num_gpu_blocks_override or max(2, profile.kv_blocks * profile.block_tokens // block_tokens),
         max_model_len=args.max_model_len or profile.max_model_len,
+        host_bytes=_host_bytes(args),
     )
-    time.sleep(sum(profile.start_seconds.values()))
-    runner = ModelledRunner(profile, info)
-    return LoadedModel(runner, ByteTokenizer(), on_idle=runner.rest)
+
+    def load_runner() -> tuple[ModelledRunner, Callable[[], None]]:
+        time.sleep(sum(profile.start_seconds.values()))
+        runner = ModelledRunner(profile, info)
+        return runner, runner.rest
+
+    return Model(load_runner, ByteTokenizer)
 
 
-def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel":
-    from tidegate_engine.cgroup import Machine
-    from tidegate_engine.serve import LoadedModel
+def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
+    from tidegate_engine.serve import Model
+
+    return Model(lambda: (_load_torch(args, precision), None), lambda: _load_chat_tokenizer(args))
+
+
+def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)
     try:
-        from tidegate_engine.chat import ChatTemplateError
-        from tidegate_engine.grammars import Grammars
         from tidegate_engine.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise _cannot_compute(error) from error
+    return load_tokenizer(path)
+
+
+def _load_chat_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
+    from tidegate_engine.chat import ChatTemplateError
+
+    tokenizer = _load_tokenizer(args)
+    if args.chat_template is not None:
+        try:
+            tokenizer.use_template(_read_text(args.chat_template))
+        except ChatTemplateError as error:
+            raise ConfigError("FlagsInvalid", f"--chat-template {args.chat_template}: {error}") from error
+    return tokenizer
+
+
+def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
+    from tidegate_engine.cgroup import Machine
+    from tidegate_engine.weights import find_model_file
+
+    path = find_model_file(args.model)
+    try:
+        from tidegate_engine.grammars import Grammars
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
-        raise ModelError(
-            "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
-        ) from error
+        raise _cannot_compute(error) from error
     options = TorchOptions(
         precision=precision,
         quantisation=CHECKPOINT_METHODS.get(args.quantization),
         block_tokens=args.block_size or 16,
         kv_blocks=args.num_gpu_blocks_override,
         max_model_len=args.max_model_len,
+        host_bytes=_host_bytes(args),
     )
-    tokenizer = load_tokenizer(path)
-    if args.chat_template is not None:
-        try:
-            tokenizer.use_template(_read_text(args.chat_template))
-        except ChatTemplateError as error:
-            raise ConfigError("FlagsInvalid", f"--chat-template {args.chat_template}: {error}") from error
-    grammars = Grammars.of(tokenizer, threads=Machine().cpus())
-    return LoadedModel(TorchRunner(path, options=options, masks=grammars), tokenizer)
+    masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
+    return TorchRunner(path, options=options, masks=masks)
+
+
+def _cannot_compute(error: ImportError) -> ModelError:
+    return ModelError(
+        "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
+    )
 
 
 def _read_precision(args: argparse.Namespace) -> Precision:
@@ -252,6 +284,13 @@ def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
         raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
 
 
+def _host_bytes(args: argparse.Namespace) -> int:
+    """Host memory for evicted KV blocks."""
+    if args.kv_offload_bytes is not None:
+        return int(args.kv_offload_bytes)
+    return int(args.swap_space * 2**30)
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -320,6 +359,20 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more bytes, not {value}")
+    return value
+
+
+def _gibibytes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be 0 or more GiB, not {text}")
     return value
 
 
@@ -425,6 +478,13 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="reuse the KV cache of equal beginnings",
     )  # fmt: skip
+    group.add_argument(
+        "--kv-offload-bytes", type=_size, metavar="BYTES",
+        help="host memory for blocks evicted from the KV cache, which come back when their prefix does; default: none",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-space", type=_gibibytes, default=0.0, metavar="GIB", help="the same in GiB, for vLLM's users"
+    )
     group.add_argument(
         "--enable-chunked-prefill", action="store_true", default=True, help="always on; for vLLM's users"
     )

@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 from tidegate_engine.context import ContextPolicy, Fitted, fit_ids, fit_messages
 from tidegate_engine.detokenizer import Detokenizer
-from tidegate_engine.engine import Engine, Output
+from tidegate_engine.engine import Output
+from tidegate_engine.engine_client import EngineClient
 from tidegate_engine.openai import (
     ApiError,
     CallFields,
@@ -223,7 +224,7 @@ class Generation:
     """The choices of one call, from submission to the end. Whoever drops it early calls `abort`."""
 
     def __init__(
-        self, engine: Engine, wire: Wire, choices: Sequence[Choice], *, wake: asyncio.Event, truncated_tokens: int
+        self, engine: EngineClient, wire: Wire, choices: Sequence[Choice], *, wake: asyncio.Event, truncated_tokens: int
     ) -> None:
         self.wire = wire
         self._engine = engine
@@ -314,7 +315,7 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
 class Completions:
     """Turns calls into generations."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
@@ -500,7 +501,7 @@ class Completions:
 
     def _check_queue(self, count: int) -> None:
         limit = self.limits.max_queued
-        if limit is not None and self.engine.scheduler.waiting + count > limit:
+        if limit is not None and self.engine.status().waiting + count > limit:
             raise ApiError(
                 429,
                 f"the queue is full: {limit} requests may wait",
