@@ -603,6 +603,34 @@ def test_a_leap_over_an_event_is_refused() -> None:
         scheduler.leap(9, 0.0)
 
 
+class Hesitant(FakeRunner):
+    """Has a token only every fourth time."""
+
+    asked = 0
+
+    def run(self, step: Step) -> dict[str, SampledToken]:
+        tokens = super().run(step)
+        for request_id in tokens:
+            self.asked += 1
+            if self.asked % 4:
+                tokens[request_id] = SampledToken(-1, is_deferred=True)
+        return tokens
+
+
+def test_a_token_that_is_deferred_comes_later_and_changes_nothing() -> None:
+    scheduler = make_scheduler(blocks=14, speculation=NgramSpeculation(3, 1, 2))
+    requests = [make_request(f"r{number}", [number, 1, 2, 1, 2, 1], max_tokens=20) for number in range(3)]
+    runner = Hesitant()
+    for request in requests:
+        scheduler.add(request)
+        scheduler._reserve_ratio = 0.0  # let all in, so that they collide
+        drive(scheduler, runner)
+    drain(scheduler, runner)
+    assert runner.asked > 60
+    assert scheduler.preemptions["kv"] > 0
+    assert [request.output_ids for request in requests] == [expected_output(request)[0] for request in requests]
+
+
 # --- guessing ahead
 
 

@@ -4,8 +4,9 @@ Satisfies `sampling.Masks`; called from the engine loop's thread. Checking what 
 grammar that comes here has been compiled once already.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,12 +16,15 @@ import llguidance
 import torch
 from torch import Tensor
 
-from tidegate_engine.request import Request
+from tidegate_engine.request import Request, SampledToken
 from tidegate_engine.sampling import Row
 
 MAX_VOCABULARY = 1 << 20
 MAX_COMPILED = 64
 """Grammars kept for requests that bring the same again."""
+PATIENCE_SECONDS = 0.02
+"""How long a step waits for grammars that are being compiled; then their requests wait for the next one."""
+DEFERRED = SampledToken(-1, is_deferred=True)
 
 
 class Vocabulary(Protocol):
@@ -43,7 +47,6 @@ class _Held:
 
     matcher: llguidance.LLMatcher
     consumed: int = 0
-    error: str | None = None
 
 
 class Grammars:
@@ -56,9 +59,10 @@ class Grammars:
             return None
         return cls(vocabulary, threads=threads)
 
-    def __init__(self, vocabulary: Vocabulary, *, threads: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, threads: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._vocabulary = vocabulary
-        self._eos_ids = list(vocabulary.eos_token_ids)
+        self.eos_ids = tuple(vocabulary.eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._executor = llguidance.LLExecutor(num_threads=threads)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
@@ -71,21 +75,22 @@ class Grammars:
             if request.params.grammar is not None and request not in self._held:
                 self._compile(request.params.grammar)
 
-    def allowed(self, rows: Sequence[Row]) -> tuple[Tensor, list[str | None]]:
-        """`[rows, vocabulary]`, true for a token that continues the row's grammar, and what is wrong with which row.
+    def allowed(self, rows: Sequence[Row]) -> tuple[Tensor, list[SampledToken | None]]:
+        """`[rows, vocabulary]`, true for a token that continues the row's grammar; and what to answer instead.
 
         The rows of a request follow each other, the one without drafts first.
         """
-        held = [self._advance(row.request) for row in rows]
+        deadline = self._clock() + PATIENCE_SECONDS
+        held = [self._advance(row.request, deadline) for row in rows]
         plain: list[tuple[llguidance.LLMatcher, int]] = []
         drafted: dict[int, tuple[llguidance.LLMatcher, int, list[int]]] = {}
         first = 0
         for index, (row, state) in enumerate(zip(rows, held, strict=True)):
             if not row.drafts:
                 first = index
-                if state.error is None:
+                if isinstance(state, _Held):
                     plain.append((state.matcher, index))
-            elif state.error is None:
+            elif isinstance(state, _Held):
                 drafted[first] = (state.matcher, first, list(row.drafts))
         plain = [work for work in plain if work[1] not in drafted]
         words = -(-self._vocabulary.vocab_size // 32)
@@ -98,19 +103,25 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr_with_draft_token([*drafted.values()], bits.data_ptr(), *sizes)
         places = torch.arange(8, dtype=torch.uint8)
         mask = ((bits.view(torch.uint8)[:, :, None] >> places) & 1).bool().view(len(rows), -1)
-        return mask[:, : self._vocabulary.vocab_size], [_error_of(state) for state in held]
+        return mask[:, : self._vocabulary.vocab_size], [None if isinstance(state, _Held) else state for state in held]
 
-    def _advance(self, request: Request) -> _Held:
-        """The request's matcher after all its output."""
+    def _advance(self, request: Request, deadline: float) -> "_Held | SampledToken":
+        """The request's matcher after all its output; what to answer instead, where it is not ready or has failed."""
         held = self._held.get(request)
         if held is None:
             assert request.params.grammar is not None
-            held = self._held[request] = _Held(self._compile(request.params.grammar).result().deep_copy())
-        fresh = request.output_ids[held.consumed :]
-        if fresh and held.error is None:
+            compiled = self._compile(request.params.grammar)
+            try:
+                matcher = compiled.result(timeout=max(0.0, deadline - self._clock()))
+            except TimeoutError:
+                return DEFERRED
+            held = self._held[request] = _Held(matcher.deep_copy())
+        if fresh := request.output_ids[held.consumed :]:
             held.matcher.consume_tokens(fresh)
             held.consumed += len(fresh)
-        held.error = _error_of(held)
+        if held.matcher.is_error():
+            reason = held.matcher.get_error().partition("\n")[0][:300]
+            return SampledToken(-1, error=f"the answer's grammar failed: {reason}")
         return held
 
     def _compile(self, grammar: str) -> "Future[llguidance.LLMatcher]":
@@ -125,9 +136,9 @@ class Grammars:
     def _new_matcher(self, grammar: str) -> llguidance.LLMatcher:
         """On the compiler's only thread, which also builds the tokenizer's trie on first use."""
         if self._tokenizer is None:
-            table = _Table(self._vocabulary, self._eos_ids)
+            table = _Table(self._vocabulary, self.eos_ids)
             self._tokenizer = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(table), n_vocab=self._vocabulary.vocab_size, eos_token=self._eos_ids
+                llguidance.TokenizerWrapper(table), n_vocab=self._vocabulary.vocab_size, eos_token=[*self.eos_ids]
             )
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
 
@@ -149,9 +160,3 @@ class _Table:
     def __call__(self, text: str | bytes) -> list[int]:
         readable = text if isinstance(text, str) else text.decode(errors="replace")
         return [token_id for token_id in self._vocabulary.encode(readable) if self._vocabulary.token_bytes(token_id)]
-
-
-def _error_of(held: _Held) -> str | None:
-    if held.error is None and held.matcher.is_error():
-        return f"the answer's grammar failed: {held.matcher.get_error().partition(chr(10))[0][:300]}"
-    return held.error

@@ -155,6 +155,8 @@ class SampledToken(NamedTuple):
     """The error is the model's: what it computed is not finite."""
     is_final: bool = False
     """Nothing may follow (a grammar's end), whatever the minimum length says."""
+    is_deferred: bool = False
+    """There is no token yet (the grammar is still being compiled): the last position is to be computed again."""
     following: "tuple[SampledToken, ...]" = ()
     """Tokens after it that the step yields too, as far as its drafts were right."""
 

@@ -27,17 +27,24 @@ SPAN = 128
 ROWS_AT_ONCE = 64
 """Rows that random choices are made for at once: bounds the memory that they take."""
 NOT_FINITE = SampledToken(-1, error="the model's logits are not finite", is_corrupted=True)
+NONE_LEFT = SampledToken(-1, error="no token is left to choose from")
+NO_MASKS = SampledToken(-1, error="this model's answers cannot be held to a grammar")
 
 
 class Masks(Protocol):
     """What the sampler asks of `grammars`, which says which tokens a request's grammar allows."""
 
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Tokens that it allows where a grammar may end; choosing one is the end."""
+        ...
+
     def prepare(self, requests: Iterable[Request]) -> None:
         """Their first token is wanted soon."""
         ...
 
-    def allowed(self, rows: "Sequence[Row]") -> tuple[Tensor, list[str | None]]:
-        """One row each, true for an allowed token, and what is wrong with a request's grammar."""
+    def allowed(self, rows: "Sequence[Row]") -> tuple[Tensor, list[SampledToken | None]]:
+        """One row each, true for an allowed token; and what to answer instead, where no token can be chosen."""
         ...
 
 
@@ -66,6 +73,7 @@ class Sampler:
 
     def __init__(self, *, eos_ids: Sequence[int], entropy: bytes, masks: Masks | None = None) -> None:
         self._eos_ids = tuple(eos_ids)
+        self._grammar_ends = () if masks is None else tuple(masks.eos_ids)
         self._entropy = entropy
         self._masks = masks
         self._said: WeakKeyDictionary[Request, _Said] = WeakKeyDictionary()
@@ -97,20 +105,22 @@ class Sampler:
         highest, greedy = logits.max(dim=-1)
         finite = highest.isfinite().tolist()
         ids: list[int] = greedy.tolist()
-        errors: dict[int, SampledToken] = {index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite}
+        replaced: dict[int, SampledToken] = {
+            index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite
+        }
         adjusted = [index for index, row in enumerate(rows) if not self._is_plain(row)]
         changed: Tensor | None = None
         if adjusted:
             changed = logits[adjusted]
-            complaints = self._adjust(changed, [rows[index] for index in adjusted])
+            instead = self._adjust(changed, [rows[index] for index in adjusted])
             values, best = changed.max(dim=-1)
-            for index, token_id, value, complaint in zip(
-                adjusted, best.tolist(), values.tolist(), complaints, strict=True
-            ):
+            for index, token_id, value, other in zip(adjusted, best.tolist(), values.tolist(), instead, strict=True):
                 ids[index] = token_id
-                if finite[index] and (complaint is not None or value == -math.inf):
-                    errors[index] = SampledToken(-1, error=complaint or "no token is left to choose from")
-        random = [index for index, row in enumerate(rows) if index not in errors and not is_greedy(row.request.params)]
+                if finite[index] and (other is not None or value == -math.inf):
+                    replaced[index] = other or NONE_LEFT
+        random = [
+            index for index, row in enumerate(rows) if index not in replaced and not is_greedy(row.request.params)
+        ]
         for start in range(0, len(random), ROWS_AT_ONCE):
             part = random[start : start + ROWS_AT_ONCE]
             params = [rows[index].request.params for index in part]
@@ -123,11 +133,11 @@ class Sampler:
         eos_ids = self._eos_ids
         tokens = []
         for index, (row, token_id) in enumerate(zip(rows, ids, strict=True)):
-            if errors and index in errors:
-                tokens.append(errors[index])
+            if replaced and index in replaced:
+                tokens.append(replaced[index])
                 continue
-            is_eos = token_id in eos_ids
-            is_final = is_eos and row.request.params.grammar is not None
+            is_final = token_id in self._grammar_ends and row.request.params.grammar is not None
+            is_eos = is_final or token_id in eos_ids
             tokens.append(SampledToken(token_id, is_eos, logprobs.get(index) if logprobs else None, is_final=is_final))
         return tokens
 
@@ -148,8 +158,8 @@ class Sampler:
             and row.output_tokens >= params.min_tokens
         )
 
-    def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> list[str | None]:
-        """Apply to each row, in place, what its request asks for; returns what is wrong with which row."""
+    def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
+        """Apply to each row, in place, what its request asks for; returns what to answer instead of a token of its."""
         for index, row in enumerate(rows):
             params = row.request.params
             if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
@@ -157,29 +167,29 @@ class Sampler:
             if params.logit_bias:
                 ids, biases = zip(*params.logit_bias, strict=True)
                 logits[index, list(ids)] += torch.tensor(biases, device=logits.device)
-        complaints: list[str | None] = [None] * len(rows)
+        instead: list[SampledToken | None] = [None] * len(rows)
         held = [index for index, row in enumerate(rows) if row.request.params.grammar is not None]
         if held:
-            self._apply_grammars(logits, rows, held, complaints)
+            self._apply_grammars(logits, rows, held, instead)
         for index, row in enumerate(rows):
             if row.output_tokens < row.request.params.min_tokens:
-                ends = [*self._eos_ids, *row.request.params.stop_token_ids]
+                ends = [*self._eos_ids, *self._grammar_ends, *row.request.params.stop_token_ids]
                 before = logits[index, ends]
                 logits[index, ends] = -torch.inf
                 if row.request.params.grammar is not None and logits[index].max() == -torch.inf:
                     logits[index, ends] = before  # nothing else continues the grammar: its end goes before the length
-        return complaints
+        return instead
 
     def _apply_grammars(
-        self, logits: Tensor, rows: Sequence[Row], held: Sequence[int], complaints: list[str | None]
+        self, logits: Tensor, rows: Sequence[Row], held: Sequence[int], instead: list[SampledToken | None]
     ) -> None:
         if self._masks is None:
             for index in held:
-                complaints[index] = "this model's answers cannot be held to a grammar"
+                instead[index] = NO_MASKS
             return
         allowed, found = self._masks.allowed([rows[index] for index in held])
-        for index, complaint in zip(held, found, strict=True):
-            complaints[index] = complaint
+        for index, token in zip(held, found, strict=True):
+            instead[index] = token
         width = logits.shape[1]
         if allowed.shape[1] < width:  # logits of no token
             allowed = F.pad(allowed, (0, width - allowed.shape[1]))

@@ -230,7 +230,8 @@ class Scheduler:
         """Book what `step` computed; returns an event for each request that got a token or ended.
 
         `tokens` has one for every item that samples; with None only counts matter: each of them yields one token, and
-        length decides the end. A missing token ends its request with `error`, as a token with an error does.
+        length decides the end. A missing token ends its request with `error`, as a token with an error does. Where one
+        is deferred, the next step computes the request's last position again.
         """
         if not step.items:
             return []
@@ -250,6 +251,9 @@ class Scheduler:
                     self._finish(request, FinishReason.ERROR, now)
                     events.append(TokenEvent(request, token, FinishReason.ERROR))
                     finished = True
+                    continue
+                if token.is_deferred:
+                    request.num_computed -= 1
                     continue
             if request.num_computed // block_tokens > request.num_published:
                 pool.publish(request)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,35 @@ def test_a_grammar_that_fails_ends_its_own_request() -> None:
     assert broken.finish_reason is FinishReason.ERROR
     assert huge.finish_reason in (FinishReason.ERROR, FinishReason.LENGTH)
     assert good.finish_reason is FinishReason.STOP
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = VOCABULARIES["byte-level"]
+    model = RandomModel(vocabulary)
+    is_done = threading.Event()
+    compile_now = Grammars._new_matcher
+
+    def compile_late(grammars: Grammars, grammar: str) -> object:
+        is_done.wait()
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_new_matcher", compile_late)
+    slow, other = ask("slow", grammar_of("choice", ["yes"])), ask("other", None, max_tokens=5, ignore_eos=True)
+    scheduler = Scheduler(BatchSettings(4, 64, 64), BlockPool(40, 4), max_model_len=200)
+    scheduler.add(slow)
+    scheduler.add(other)
+    try:
+        while other.finish_reason is None:
+            step = scheduler.plan(0.0)
+            scheduler.commit(step, model.run(step), 0.0)
+            scheduler.check_integrity()
+        assert (slow.finish_reason, slow.output_ids, slow.num_computed) == (None, [], 2)
+    finally:
+        is_done.set()
+    while scheduler.has_work:
+        step = scheduler.plan(0.0)
+        scheduler.commit(step, model.run(step), 0.0)
+    assert vocabulary.text(slow.output_ids) == "yes"
 
 
 def test_matchers_go_with_their_requests() -> None:
