@@ -58,13 +58,14 @@ class Kind:
     tokenizer: Tokenizer
     bytes_of: Callable[[str], bytes]
     knows_every_text: bool
+    chat_template: str | None = None
 
     @property
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text).ids
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -76,7 +77,7 @@ class Kind:
         assert token is not None
         return b"" if token == "<unk>" else self.bytes_of(token)
 
-    def chat(self, messages: object) -> list[int]:
+    def chat(self, messages: object, **options: object) -> list[int]:
         raise NotImplementedError
 
 
