@@ -58,6 +58,7 @@ class Kind:
     tokenizer: Tokenizer
     bytes_of: Callable[[str], bytes]
     knows_every_text: bool
+    chat_template: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -68,7 +69,7 @@ class Kind:
         return None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -80,7 +81,7 @@ class Kind:
         assert token is not None
         return b"" if token == "<unk>" else self.bytes_of(token)
 
-    def chat(self, messages: object, *, tools: object = None, add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: object, **options: object) -> list[int]:
         raise NotImplementedError
 
 
