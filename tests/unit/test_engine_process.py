@@ -43,6 +43,7 @@ TOKENS = st.builds(
     is_corrupted=st.just(False),
     is_final=st.just(False),
     following=st.just(()),
+    is_deferred=st.just(False),
 )
 OUTPUTS = st.builds(
     Output, st.none() | TOKENS, st.none() | st.sampled_from(FinishReason), st.none() | st.text(), st.booleans()

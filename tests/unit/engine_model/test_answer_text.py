@@ -64,10 +64,6 @@ class Kind:
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size()
 
-    @property
-    def chat_template(self) -> None:
-        return None
-
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
