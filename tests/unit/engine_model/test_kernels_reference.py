@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tidegate_kernels import reference
 from tidegate_kernels.reference import AttentionRule, Cache, Ragged, attention_groups, ragged_batch
+from tidegate_kernels.weight import Dense
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
 BLOCKS = 40
@@ -22,12 +23,15 @@ def new_cache(*, fill: float = 0.0, dtype: torch.dtype = torch.float32, scaled: 
     return Cache(keys, values, torch.zeros(shape[:3]), torch.zeros(shape[:3]))
 
 
-def attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, cap: float | None = None
+) -> torch.Tensor:
     """One row `[H, D]` over all of `[S, K, D]`, head by head."""
     rows = []
     for head in range(HEADS):
         own = head // (HEADS // KV_HEADS)
-        weights = torch.softmax(keys[:, own] @ query[head] * scale, dim=0)
+        scores = keys[:, own] @ query[head] * scale
+        weights = torch.softmax(scores if cap is None else cap * torch.tanh(scores / cap), dim=0)
         rows.append(weights @ values[:, own])
     return torch.cat(rows)
 
@@ -39,8 +43,10 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(steps(), st.randoms(use_true_random=False))
-def test_paged_attention_equals_attention_over_each_sequence_alone(step: list[tuple[int, int]], random: object) -> None:
+@given(steps(), st.sampled_from([None, 1, 3, 4, 5, 11, 100]), st.sampled_from([None, 0.7]))
+def test_paged_attention_equals_attention_over_each_sequence_alone(
+    step: list[tuple[int, int]], window: int | None, cap: float | None
+) -> None:
     generator = torch.Generator().manual_seed(len(step))
     cache = new_cache()
     blocks = torch.randperm(BLOCKS, generator=generator).tolist()
@@ -59,9 +65,16 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(step: list[tu
         new_values.append(values[before:])
     batch = ragged_batch([new for new, _ in step], [new + before for new, before in step], tables, cache=cache)
     reference.store_kv(torch.cat(new_keys), torch.cat(new_values), cache, batch.slots)
-    output = reference.paged_attention(torch.cat(queries), cache, batch, AttentionRule(0.3))
+    output = reference.paged_attention(torch.cat(queries), cache, batch, AttentionRule(0.3, window, cap))
+    seen = window or 10**6
     expected = [
-        attend_row(query[row], keys[: before + row + 1], values[: before + row + 1], 0.3)
+        attend_row(
+            query[row],
+            keys[max(0, before + row + 1 - seen) : before + row + 1],
+            values[max(0, before + row + 1 - seen) : before + row + 1],
+            0.3,
+            cap,
+        )
         for (new, before), query, (keys, values) in zip(step, queries, histories, strict=True)
         for row in range(new)
     ]
@@ -148,3 +161,35 @@ def test_rope_turns_each_pair_of_a_head_by_its_position_times_its_frequency() ->
 def test_silu_mul_gates_the_second_half_by_the_first() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
     torch.testing.assert_close(reference.silu_mul(torch.cat((gate, up), dim=1)), gate / (1 + (-gate).exp()) * up)
+
+
+def test_a_windows_decode_reads_the_blocks_within_it_alone() -> None:
+    batch = ragged_batch([1, 1], [37, 21], [list(range(10)), list(range(10, 16))], cache=new_cache())
+    groups = attention_groups(batch, kv_heads=KV_HEADS, window=5, dtype=torch.float32)
+    blocks = [sorted(set((group.rows // KV_HEADS).tolist())) for group in groups]
+    assert blocks == [[8, 9, 14, 15]]
+
+
+def test_rope_leaves_the_dimensions_beyond_its_tables_alone() -> None:
+    x = torch.randn(3, 2, SIZE)
+    frequencies = torch.tensor([1.0, 0.1])
+    turned = reference.rope(x, *reference.rope_tables(torch.tensor([0, 1, 77]), frequencies))
+    torch.testing.assert_close(turned[..., 4:], x[..., 4:])
+    assert not torch.allclose(turned[1:, :, :4], x[1:, :, :4])
+
+
+def test_rows_go_to_the_experts_they_are_counted_for() -> None:
+    weights = [Dense(torch.randn(5, 4)) for _ in range(3)]
+    x = torch.randn(6, 4)
+    found = reference.grouped_linear(x, weights, [2, 0, 4])
+    expected = torch.cat((x[:2] @ weights[0].values.T, x[2:] @ weights[2].values.T))
+    torch.testing.assert_close(found, expected)
+
+
+def test_shares_of_the_chosen_experts_sum_to_one_where_they_are_to() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    shares, experts = reference.route(scores, chosen=2, normalised=False)
+    assert experts.tolist() == [[1, 2]]
+    torch.testing.assert_close(shares, torch.softmax(scores, -1)[:, [1, 2]])
+    shares, _ = reference.route(scores, chosen=2, normalised=True)
+    torch.testing.assert_close(shares.sum(), torch.tensor(1.0))
