@@ -7,6 +7,7 @@ No torch here: the command line and the tokenizer use it too. One file per forma
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG_FILE = "config.json"
@@ -20,6 +21,15 @@ class ModelError(Exception):
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a parameter is stored: rows of a tensor, of which the ones before are other parameters'."""
+
+    tensor: str
+    first_row: int
+    rows: int
 
 
 def parse_json_object(content: bytes, *, path: Path) -> dict[str, object]:

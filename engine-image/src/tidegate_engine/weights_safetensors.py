@@ -26,6 +26,7 @@ from tidegate_engine.safetensors_file import (
     read_checkpoint,
 )
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
+from tidegate_engine.weights import Source
 from tidegate_kernels.weight import Dense, Weight
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -71,15 +72,6 @@ _PREFIXES = ("", "language_model.", "model.language_model.")
 _UNUSED_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _UNUSED_ENDS = (".rotary_emb.inv_freq",)
 """Tables that old checkpoints hold beside their parameters; they are computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a parameter is stored: rows of a tensor, of which the ones before are other parameters'."""
-
-    tensor: str
-    first_row: int
-    rows: int
 
 
 def load_safetensors(

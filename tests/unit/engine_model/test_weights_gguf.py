@@ -86,9 +86,12 @@ def test_a_damaged_header_is_loaded_or_refused_in_one_sentence(
         ({"llama.embedding_length": None}, "has None as llama.embedding_length; a positive integer is needed"),
         ({"llama.attention.head_count_kv": 2}, "has 9 heads, which 2 key-value heads do not divide"),
         ({"llama.feed_forward_length": 95}, "in the shape"),
-        ({"llama.block_count": 4_000_000_000}, "is damaged: it claims 4000000000 layers and has 20 tensors"),
-        ({"llama.rope.scaling.type": "yarn"}, "scales its rotary positions by the method yarn"),
-        ({"general.architecture": "mamba"}, "has the architecture mamba; supported are llama, qwen2"),
+        ({"llama.block_count": 2_000_000_000}, "is damaged: it claims 2000000000 layers and has 20 tensors"),
+        (
+            {"llama.rope.scaling.type": "ntk"},
+            "scales its rotary positions by the method ntk; supported are none, linear",
+        ),
+        ({"general.architecture": "mamba"}, "has the architecture mamba; supported are llama, qwen2, qwen3, qwen3moe"),
     ],
 )
 def test_what_the_engine_cannot_serve_is_named(
@@ -103,9 +106,22 @@ def test_what_the_engine_cannot_serve_is_named(
 
 def test_a_tensor_too_many_is_refused(write_tiny_model: WriteModel) -> None:
     def add(tensors: dict[str, np.ndarray]) -> None:
-        tensors["rope_freqs.weight"] = np.ones(4, dtype=np.float32)
+        tensors["blk.0.attn_rot_embd.weight"] = np.ones(4, dtype=np.float32)
 
-    assert "has the tensor rope_freqs.weight, which this engine has no use for" in refusal(write_tiny_model(edit=add))
+    expected = "has the tensor blk.0.attn_rot_embd.weight, which this engine has no use for"
+    assert expected in refusal(write_tiny_model(edit=add))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([1, 1, 1], "as F32 (3,); expected is F32 (4,)"), ([1, 0, 1, 1], "no divisors")]
+)
+def test_divisors_of_frequencies_that_make_no_sense_are_refused(
+    write_tiny_model: WriteModel, values: list[float], expected: str
+) -> None:
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["rope_freqs.weight"] = np.array(values, dtype=np.float32)
+
+    assert expected in refusal(write_tiny_model(edit=add))
 
 
 def test_values_that_are_not_finite_are_refused(write_tiny_model: WriteModel) -> None:
