@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from tidegate_engine.chat import ChatTemplate, ChatTemplateError
@@ -27,9 +27,30 @@ from tidegate_engine.weights import (
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CUT = r"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CUT.format(endings=_ENDINGS, digits=r"\p{N}")
+_LLAMA3 = _CUT.format(endings=_ENDINGS, digits=r"\p{N}{1,3}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
 )
+_RULES = {
+    "qwen2": _QWEN2,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    "gpt-4o": _GPT4O,
+}
+"""How a text is cut before merging, by the name that the file gives."""
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
+"""With these a cut that is a token itself is not merged from smaller ones."""
 
 
 def load_tokenizer(path: Path | str) -> "ModelTokenizer":
@@ -95,14 +116,16 @@ class ModelTokenizer:
 def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
     metadata = file.metadata
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise file.invalid(f"has a tokenizer of the kind {kind}; supported is gpt2 (byte-level BPE)")
-    tokens, types = _texts(file, "tokens"), _types(file)
+    if kind not in ("gpt2", "llama"):
+        raise file.invalid(
+            f"has a tokenizer of the kind {kind}; supported are gpt2 (byte-level BPE) and llama (SentencePiece)"
+        )
+    tokens, types = _texts(file, "tokens"), _whole_numbers(file, "token_type")
     if len(types) != len(tokens):
         raise file.invalid(f"is damaged: it has {len(tokens)} tokens and {len(types)} token types")
-    tokenizer = _byte_level_bpe(file, tokens)
+    tokenizer = _byte_level_bpe(file, tokens) if kind == "gpt2" else _sentence_pieces(file, tokens, types)
     special = [index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
-    tokenizer.add_special_tokens([AddedToken(tokens[index], special=True) for index in special])
+    tokenizer.add_special_tokens([AddedToken(tokens[index], special=True, normalized=False) for index in special])
     tokenizer.add_tokens(
         [AddedToken(tokens[index], normalized=False) for index, kind in enumerate(types) if kind == _USER_DEFINED]
     )
@@ -111,9 +134,12 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     return TokenizerParts(
         tokenizer=tokenizer,
-        pieces=[_bytes_of(token, is_text=kind == _USER_DEFINED) for token, kind in zip(tokens, types, strict=True)],
+        pieces=[
+            token.encode() if own == _USER_DEFINED else _bytes_of(token) if kind == "gpt2" else _piece_bytes(token)
+            for token, own in zip(tokens, types, strict=True)
+        ],
         special_ids=frozenset(special),
-        bos_id=bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", False) else None,
+        bos_id=bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") else None,
         eos_token_ids=eos_token_ids(metadata),
         template=_template(file, tokens),
     )
@@ -165,7 +191,7 @@ def _byte_rule(description: Mapping[str, object], *, path: Path) -> Callable[[st
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     kinds = [step.get("type") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     if "ByteLevel" in kinds:
-        return lambda token: _bytes_of(token, is_text=False)
+        return _bytes_of
     if "ByteFallback" in kinds or "Metaspace" in kinds:
         return _piece_bytes
     named = ", ".join(map(str, kinds)) or "none"
@@ -215,31 +241,69 @@ def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> Tokenizer:
         if not separator:
             raise file.invalid(f"is damaged: the merge {merge!r} has one part")
         merges.append((left, right))
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    except Exception as error:  # the bindings raise nothing narrower
-        raise file.invalid(f"is damaged: its merges do not fit its vocabulary ({error})") from error
     name = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     known = _pre_tokenizers()
     if name not in known:
         raise file.invalid(f"has the pre-tokeniser {name}; supported are {', '.join(known)}")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=name in _WHOLE_WORDS)
+        )
+    except Exception as error:  # the bindings raise nothing narrower
+        raise file.invalid(f"is damaged: its merges do not fit its vocabulary ({error})") from error
     tokenizer.pre_tokenizer = known[name]
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _sentence_pieces(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece's BPE: neighbours are joined while their joint piece is known, that of the highest score first."""
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_number, scores)):
+        raise file.invalid("has no tokenizer: tokenizer.ggml.scores is missing or no score for each token")
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    joined: list[tuple[float, str, str]] = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind == _NORMAL:
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in vocabulary and right in vocabulary:
+                    joined.append((-score, left, right))
+    joined.sort(key=lambda merge: merge[0])
+    merges = [(left, right) for _, left, right in joined]
+    try:
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+    except Exception as error:  # the bindings raise nothing narrower
+        raise file.invalid(f"is damaged: its pieces are no vocabulary ({error})") from error
+    spaces = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value == value
 
 
 def _pre_tokenizers() -> dict[str, PreTokenizer]:
     """How a text is cut before merging, by the name that the file gives."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     single_digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    qwen2 = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return {"gpt-2": gpt2, "smollm": single_digits, "qwen2": qwen2}
+    known: dict[str, PreTokenizer] = {"gpt-2": gpt2, "smollm": single_digits}
+    for name, rule in _RULES.items():
+        cut = pre_tokenizers.Split(Regex(rule), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        known[name] = pre_tokenizers.Sequence([cut, to_bytes])
+    return known
 
 
 def _template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
@@ -265,17 +329,15 @@ def _texts(file: GgufFile, name: str) -> list[str]:
     return value
 
 
-def _types(file: GgufFile) -> list[int]:
-    value = file.metadata.get("tokenizer.ggml.token_type")
+def _whole_numbers(file: GgufFile, name: str) -> list[int]:
+    value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-        raise file.invalid("has no tokenizer: tokenizer.ggml.token_type is missing or no list of numbers")
+        raise file.invalid(f"has no tokenizer: tokenizer.ggml.{name} is missing or no list of numbers")
     return value
 
 
-def _bytes_of(token: str, *, is_text: bool) -> bytes:
-    """A token's bytes; in byte-level vocabularies every byte is written as one printable character."""
-    if is_text:
-        return token.encode()
+def _bytes_of(token: str) -> bytes:
+    """A token's bytes in a byte-level vocabulary, where every byte is written as one printable character."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:

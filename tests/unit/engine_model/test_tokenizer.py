@@ -6,12 +6,13 @@ in pieces as the `smollm` rule cuts it: every numeric character by itself.
 
 import unicodedata
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.chat import ChatTemplate, ChatTemplateError
@@ -25,7 +26,7 @@ MESSAGES = [
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "Count to 123."},
 ]
-PIECES = st.sampled_from(
+PHRASES = st.sampled_from(
     [
         "the ",
         " in",
@@ -47,7 +48,7 @@ PIECES = st.sampled_from(
         "\u00a0",
     ]
 )
-TEXTS = st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map("".join))
+TEXTS = st.one_of(st.text(max_size=40), st.lists(PHRASES, max_size=12).map("".join))
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +146,12 @@ def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, "has the pre-tokeniser tekken; supported are gpt-2, smollm, qwen2"),
-        ({"tokenizer.ggml.model": "llama"}, "has a tokenizer of the kind llama; supported is gpt2"),
+        (
+            {"tokenizer.ggml.pre": "tekken"},
+            "has the pre-tokeniser tekken; supported are gpt-2, smollm, qwen2, llama-bpe",
+        ),
+        ({"tokenizer.ggml.model": "t5"}, "has a tokenizer of the kind t5; supported are gpt2"),
+        ({"tokenizer.ggml.model": "llama"}, "has no tokenizer: tokenizer.ggml.scores is missing"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer: tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "is damaged: it has 263 tokens and 2 token types"),
         ({"tokenizer.ggml.merges": ["q zzz"]}, "is damaged: its merges do not fit its vocabulary"),
@@ -196,3 +201,81 @@ def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(writ
     bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         bare.chat(MESSAGES)
+
+
+# --- SentencePiece's vocabularies
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n\n", *"▁theinaks", "th", "he", "the"]
+PIECES += ["▁t", "▁th", "▁the", "in", "▁in", "an", "ank", "ks", "hank"]
+KINDS = [2, 3, 3, *[6] * 256, 4, *[1] * (len(PIECES) - 260)]
+SCORES = [float(-(index * 7 % 31) - index / 1000) for index in range(len(PIECES))]
+
+
+def join_pieces(text: str) -> list[str]:
+    """By the definition: of all neighbours whose joint piece is known, join those of the highest score, the first ones
+    where these are several."""
+    scores = dict(zip(PIECES, SCORES, strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (-scores[left + right], place)
+            for place, (left, right) in enumerate(pairwise(parts))
+            if left + right in scores
+        ]
+        if not pairs:
+            return [piece for part in parts for piece in ([part] if part in scores else byte_names(part))]
+        _, place = min(pairs)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+
+
+def byte_names(character: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in character.encode()]
+
+
+@pytest.fixture
+def pieces(write_tiny_model: WriteModel) -> ModelTokenizer:
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.token_type": KINDS,
+        "tokenizer.ggml.scores": SCORES,
+        "tokenizer.ggml.merges": None,
+    }
+    return load_tokenizer(write_tiny_model(metadata=metadata))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(alphabet=" thehinaksé日\n", max_size=30))
+def test_pieces_are_joined_by_their_scores(pieces: ModelTokenizer, text: str) -> None:
+    assume("\n\n" not in text and text)
+    ids = pieces.encode(text, add_special=False)
+    assert [PIECES[token] for token in ids] == join_pieces(text)
+    assert b"".join(map(pieces.token_bytes, ids)).decode() == " " + text
+    assert pieces.decode(ids) == text
+
+
+def test_pieces_of_the_user_and_special_ones_are_found_in_a_text(pieces: ModelTokenizer) -> None:
+    ids = pieces.encode("the\n\nin</s>")
+    assert ids[0] == 1
+    assert [ids[-1], pieces.token_bytes(PIECES.index("\n\n"))] == [2, b"\n\n"]
+    assert PIECES.index("\n\n") in ids
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "llama-bpe",
+            "I'LL pay 12345 for the\n\n cats",
+            ["I", "'LL", " pay", " ", "123", "45", " for", " the", "\n\n", " cats"],
+        ),
+        ("qwen2", "pay 123", ["pay", " ", "1", "2", "3"]),
+        ("gpt-4o", "theCats don't//", ["the", "Cats", " don't", "//"]),
+    ],
+)
+def test_texts_are_cut_as_the_name_in_the_file_says(
+    write_tiny_model: WriteModel, name: str, text: str, expected: list[str]
+) -> None:
+    tokenizer = load_tokenizer(write_tiny_model(metadata={"tokenizer.ggml.pre": name}))
+    cuts = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in cuts] == expected
