@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tidegate_engine.rope import METHODS, Rope
+from tidegate_engine.rope import METHODS, Rope, rope_fault
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig
 from tidegate_engine.weights import CONFIG_FILE, ModelError, read_json_object
 
@@ -150,7 +150,7 @@ class ModelSettings:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
             raise self.invalid(f"has {value!r:.80} as {name}; a positive number is needed")
         return float(value)
 
@@ -227,6 +227,9 @@ def decoder_config(settings: ModelSettings, shapes: Shapes) -> DecoderConfig:
     rotated = int(head_size * partial)
     if rotated < 2 or rotated % 2 or partial > 1:
         raise settings.invalid(f"rotates {rotated} of {head_size} dimensions of a head; an even number is needed")
+    for rope in ropes:
+        if fault := rope_fault(rope, size=rotated):
+            raise settings.invalid(fault)
     windows = _windows(settings, family=family, turned=[rope is not None for rope in layer_ropes])
     widths = [_widths(settings, index, head_size=head_size, shapes=shapes) for index in range(count)]
     mixtures = _mixtures(settings, family=family, layers=count)
@@ -440,7 +443,7 @@ def _yarn_magnitude(section: ModelSettings) -> float | None:
 
 def _numbers(section: ModelSettings, name: str) -> tuple[float, ...]:
     value = section.values.get(name)
-    if not isinstance(value, list) or not all(type(item) in (int, float) and item > 0 for item in value):
+    if not isinstance(value, list) or not all(type(item) in (int, float) and 1e-30 < item < 1e30 for item in value):
         raise section.invalid(f"has {value!r:.80} as {name}; a list of positive numbers is needed")
     return tuple(float(item) for item in value)
 

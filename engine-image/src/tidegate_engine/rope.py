@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_BASE, MAX_FACTOR = 1e12, 1e4
 METHODS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -36,6 +37,20 @@ class Rope:
     """Of each frequency: longrope's within the trained context, and those of files that hold them ready."""
     long_divisors: tuple[float, ...] = ()
     """longrope's beyond the trained context."""
+
+
+def rope_fault(rope: Rope, *, size: int) -> str | None:
+    """Why the formulas cannot be given `rope` for a head of which `size` dimensions turn; None where they can."""
+    if not 1 < rope.base <= MAX_BASE or not 1 / MAX_FACTOR <= rope.factor <= MAX_FACTOR:
+        return f"turns its positions by the base {rope.base:g} and the factor {rope.factor:g}"
+    if rope.method not in ("default", "linear") and rope.trained_tokens < 2:
+        return f"was trained with {rope.trained_tokens} tokens before its positions were stretched"
+    if rope.method == "dynamic" and size < 4:
+        return f"rotates {size} dimensions of a head; the method dynamic needs 4"
+    for divisors in (rope.divisors, rope.long_divisors) if rope.method == "longrope" else ():
+        if len(divisors) != size // 2:
+            return f"has {len(divisors)} factors for {size // 2} frequencies"
+    return None
 
 
 def rope_frequencies(rope: Rope, *, size: int, context_tokens: int) -> Tensor:

@@ -26,6 +26,7 @@ from tidegate_engine.weights import (
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
+MAX_PIECE_CHARACTERS = 1024
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CUT = r"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -266,6 +267,8 @@ def _sentence_pieces(file: GgufFile, tokens: list[str], types: list[int]) -> Tok
     vocabulary = {token: index for index, token in enumerate(tokens)}
     joined: list[tuple[float, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
+        if len(token) > MAX_PIECE_CHARACTERS:
+            raise file.invalid(f"is damaged: it has a piece of {len(token)} characters")
         if kind == _NORMAL:
             for cut in range(1, len(token)):
                 left, right = token[:cut], token[cut:]

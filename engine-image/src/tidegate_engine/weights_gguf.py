@@ -18,7 +18,7 @@ from tidegate_engine.ggml_types import TensorBytes, is_finite, keeps_file_bytes,
 from tidegate_engine.gguf_file import GgufFile, TensorEntry, map_file, read_header
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
-from tidegate_engine.rope import Rope
+from tidegate_engine.rope import Rope, rope_fault
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig, parameter_shapes
 from tidegate_engine.weights import Source
 from tidegate_kernels.weight import Dense, Weight
@@ -157,6 +157,9 @@ def read_config(file: GgufFile) -> DecoderConfig:
     inner = metadata.per_layer("expert_feed_forward_length" if has_own_width else "feed_forward_length", count)
     windows = _windows(metadata, architecture, count)
     ropes = _ropes(metadata, architecture, rotated=rotated)
+    for rope in ropes:
+        if fault := rope_fault(rope, size=rotated):
+            raise file.invalid(fault)
     scale = metadata.optional_real("attention.scale")
     if scale is None and architecture.wide_layers == count:
         scale = (hidden // heads[0]) ** -0.5

@@ -10,6 +10,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,8 @@ def family_model(case: str) -> Any:
 
     name, changes = FAMILIES[case]
     kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    settings = SMALL | changes
+    # transformers writes into what it is given.
+    settings = deepcopy(SMALL | changes)
     if name in ("SmolLM3", "Phi3", "Qwen2"):
         settings = {key: value for key, value in settings.items() if key != "head_dim"}
     config = getattr(transformers, kind)(**settings, attn_implementation="eager")

@@ -148,7 +148,7 @@ def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
     [
         (
             {"tokenizer.ggml.pre": "tekken"},
-            "has the pre-tokeniser tekken; supported are gpt-2, smollm, qwen2, llama-bpe",
+            "has the pre-tokeniser tekken; supported are gpt-2, smollm, qwen2",
         ),
         ({"tokenizer.ggml.model": "t5"}, "has a tokenizer of the kind t5; supported are gpt2"),
         ({"tokenizer.ggml.model": "llama"}, "has no tokenizer: tokenizer.ggml.scores is missing"),

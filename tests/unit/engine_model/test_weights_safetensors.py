@@ -4,12 +4,15 @@ And what the reader says to checkpoints that are not what they claim to be.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tidegate_engine.transformer import Decoder, build_decoder, forward, layer_caches, new_kv_pool, parameter_shapes
@@ -17,6 +20,7 @@ from tidegate_engine.weights import ModelError, find_model_file
 from tidegate_engine.weights_safetensors import load_safetensors
 from tidegate_kernels.reference import ragged_batch
 
+PROVE = os.environ.get("TIDEGATE_PROVE") == "1"
 SaveFamily = Callable[[str], tuple[Path, Any]]
 BLOCK = 4
 VOCAB = 160
@@ -233,3 +237,54 @@ def test_tables_of_old_checkpoints_and_the_parts_that_see_are_left_alone(copy: C
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     config, _ = load_safetensors(rewrite(folder, wrap), dtype=torch.float32)
     assert len(config.layers) == 3
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    10**9,
+    10**400,
+    0.5,
+    1e-300,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "",
+    "yarn",
+    [],
+    {},
+]
+VALUES += [[1], ["full_attention"], [None, 3], {"rope_type": "yarn"}, {"rope_type": "longrope", "long_factor": [1]}]
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@settings(
+    max_examples=2000 if PROVE else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_mutated_configuration_is_served_or_refused_in_one_sentence(
+    save_family: SaveFamily, tmp_path: Path, data: st.DataObject
+) -> None:
+    source, _ = save_family(data.draw(st.sampled_from(["llama", "gemma3", "qwen3-moe", "smollm3", "phi4-mini"])))
+    weights = tmp_path / "model.safetensors"
+    weights.unlink(missing_ok=True)
+    weights.symlink_to(source / "model.safetensors")
+    configuration = json.loads((source / "config.json").read_text())
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = configuration
+        if isinstance(configuration.get("rope_parameters"), dict) and data.draw(st.booleans()):
+            part = configuration["rope_parameters"]
+        names = [*part, "head_dim", "rope_scaling", "factor", "quantization_config"]
+        part[data.draw(st.sampled_from(names))] = data.draw(st.sampled_from(VALUES))
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    try:
+        config, parameters = load_safetensors(tmp_path, dtype=torch.float32)
+        build_decoder(config, parameters)
+    except ModelError as error:
+        assert "\n" not in str(error)  # noqa: PT017  # either is right
