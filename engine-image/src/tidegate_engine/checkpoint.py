@@ -10,9 +10,16 @@ from pathlib import Path
 import torch
 
 from tidegate_engine.gguf_file import read_header
+from tidegate_engine.packed import load_packed, read_packed
 from tidegate_engine.precision import Precision
 from tidegate_engine.transformer import DecoderConfig
-from tidegate_engine.weights import check_eos_token_ids, eos_token_ids, find_model_file, folder_eos_token_ids
+from tidegate_engine.weights import (
+    PACKED_FILE,
+    check_eos_token_ids,
+    eos_token_ids,
+    find_model_file,
+    folder_eos_token_ids,
+)
 from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
 from tidegate_engine.weights_safetensors import describe_folder, load_safetensors
 from tidegate_kernels.weight import Weight
@@ -28,6 +35,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     stored_bytes: Mapping[str, int]
     """Bytes on disk of each parameter."""
+    packed: bool
+    """Made by `tidegate-engine pack`: in the precisions that were asked for then."""
     _load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
 
     def load(self, dtype: torch.dtype, precision: Precision) -> dict[str, Weight]:
@@ -40,7 +49,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """The model that `path` names (see `find_model_file`); raises ModelError."""
     path = find_model_file(path)
     load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
-    if path.is_dir():
+    packed = path.is_dir() and (path / PACKED_FILE).exists()
+    if packed:
+        model = read_packed(path)
+        config, stored = model.config, model.stored_bytes
+        name, ends, load = model.name, model.eos_token_ids, load_packed
+    elif path.is_dir():
         config, stored = describe_folder(path)
         name, ends, load = path.resolve().name, folder_eos_token_ids(path), load_safetensors
     else:
@@ -52,4 +66,4 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             load_gguf,
         )
     ends = check_eos_token_ids(ends, vocab_size=config.vocab_size, path=path)
-    return Checkpoint(path, name, config, ends, stored, load)
+    return Checkpoint(path, name, config, ends, stored, packed, load)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +25,7 @@ from tidegate_engine.precision import (
     STORED,
     Precision,
     PrecisionError,
+    as_stored,
     parse_precision,
 )
 from tidegate_engine.settings import (
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         if args.command == "profiles":
             return _list_profiles()
+        if args.command == "inspect":
+            return _inspect(args)
+        if args.command == "pack":
+            return _pack(args)
         return _serve(args)
     except ConfigError as error:
         return _fail(str(error), EXIT_CONFIG)
@@ -245,6 +250,40 @@ def _list_profiles() -> int:
     return 0
 
 
+def _inspect(args: argparse.Namespace) -> int:
+    try:
+        from tidegate_engine.inspect_model import describe, inspect_model
+    except ImportError as error:
+        raise ConfigError("DependencyMissing", f"{error}; install tidegate[engine]") from error
+    found = inspect_model(args.model)
+    print(json.dumps(asdict(found), indent=2) if args.json else describe(found))
+    return 0
+
+
+def _pack(args: argparse.Namespace) -> int:
+    """Every matrix as it is stored, unless a precision is given."""
+    precision = _read_precision(args)
+    try:
+        from tidegate_engine.checkpoint import open_checkpoint
+        from tidegate_engine.packed import copy_tokenizer, write_packed
+        from tidegate_engine.torch_runner import DTYPES as TORCH_DTYPES
+    except ImportError as error:
+        raise ConfigError("DependencyMissing", f"{error}; install tidegate[engine]") from error
+    checkpoint = open_checkpoint(args.model)
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ConfigError("FlagsInvalid", f"--output {args.output} is not empty; name a new folder")
+    parameters = checkpoint.load(TORCH_DTYPES[precision.dtype], as_stored(precision))
+    try:
+        size = write_packed(
+            args.output, parameters, checkpoint.config, name=checkpoint.name, eos_token_ids=checkpoint.eos_token_ids
+        )
+        copy_tokenizer(checkpoint.path, args.output)
+    except OSError as error:
+        raise ConfigError("OutputFailed", f"{args.output} cannot be written: {error.strerror}") from error
+    print(f"{args.output}: {size / 2**20:,.1f} MiB; serve it with --model {args.output}")
+    return 0
+
+
 def _fail(sentence: str, exit_code: int) -> int:
     one_line = " ".join(sentence.split())
     print(one_line, file=sys.stderr, flush=True)
@@ -284,6 +323,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("profiles", help="list the GPUs and models that the modelled runner knows", allow_abbrev=False)
+    inspect = commands.add_parser(
+        "inspect", help="what a model holds, and what memory it needs in each precision", allow_abbrev=False
+    )
+    inspect.add_argument("model", metavar="PATH", help="GGUF file or folder of a model")
+    inspect.add_argument("--json", action="store_true", help="for programs")
+    pack = commands.add_parser(
+        "pack", help="write a model in the form that loads fastest", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    pack.add_argument("--model", required=True, metavar="PATH", help="GGUF file or folder of a model")
+    pack.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
+    _add_precision_flags(pack)
+    pack.set_defaults(kv_cache_dtype="auto")
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -310,6 +362,10 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         help="torch computes the model; modelled takes as long as the GPU of --profile would and makes up the text",
     )  # fmt: skip
     group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
+    _add_precision_flags(group)
+
+
+def _add_precision_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype", choices=tuple(DTYPES), default="auto", metavar="TYPE",
         help="type of activations, and of weights whose precision is not given: float32 (auto), bfloat16, float16",

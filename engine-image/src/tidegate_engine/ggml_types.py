@@ -19,8 +19,10 @@ from torch import Tensor
 from tidegate_engine.gguf_file import TensorEntry
 from tidegate_kernels.ggml import GROUP_TYPES, decoder_of, groups_of
 from tidegate_kernels.quantised import Blocks
-from tidegate_kernels.weight import Dense, Weight
+from tidegate_kernels.weight import Dense, Weight, concat_rows
 
+CHUNK_VALUES = 1 << 22
+"""Values rearranged at once: meanwhile each takes several bytes."""
 _FLOATS = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
@@ -80,8 +82,9 @@ def stored_weight(kind: GGMLQuantizationType, shape: tuple[int, ...], stored: Te
         return Dense(values if kind != GGMLQuantizationType.F64 else values.float())
     rows = stored.view(prod(shape[:-1]), -1)
     if kind.name in GROUP_TYPES:
-        return groups_of(kind.name, rows)
-    return Blocks(kind.name.lower(), rows, shape[-1], decoder_of(kind.name) or _decoder(kind))
+        step = max(1, CHUNK_VALUES // shape[-1])
+        return concat_rows([groups_of(kind.name, part) for part in rows.split(step)])  # type: ignore[no-untyped-call]
+    return Blocks(kind.name.lower(), rows, shape[-1], decoder_of_type(kind))
 
 
 def is_finite(kind: GGMLQuantizationType, weight: Weight, stored: Tensor) -> bool:
@@ -95,7 +98,10 @@ def is_finite(kind: GGMLQuantizationType, weight: Weight, stored: Tensor) -> boo
     )
 
 
-def _decoder(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
+def decoder_of_type(kind: GGMLQuantizationType) -> Callable[[Tensor], Tensor]:
+    """What turns rows of the type's blocks into values. Raises NotImplementedError for an unknown type."""
+    if own := decoder_of(kind.name):
+        return own
     decode = partial(_decode, kind)
     decode(torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8))
     return decode

@@ -79,6 +79,17 @@ def read_header(path: Path) -> GgufFile:
         return GgufFile(path, metadata, tensors)
 
 
+def read_metadata_bytes(path: Path) -> bytes:
+    """A GGUF file with the metadata of `path` and no tensors; raises ModelError."""
+    with map_file(path) as data:
+        reader = _Reader(path, data)
+        reader.position = 16
+        for _ in range(reader.number("Q")):
+            reader.string()
+            reader.value(reader.number("I"))
+        return data[:8] + bytes(8) + data[16 : reader.position]
+
+
 @contextmanager
 def map_file(path: Path) -> Iterator[mmap.mmap]:
     """The file's bytes, not read before they are used; raises ModelError when it cannot be opened."""

@@ -97,12 +97,17 @@ def settled(
     """The policy with nothing left open: matrices as they are stored where all in `dtype` would take much memory."""
     if precision.kinds is not None:
         return precision
-    dense = replace(precision, kinds={})
-    stored = replace(precision, kinds=dict.fromkeys(_PARAMETER_KINDS.values(), STORED))
+    dense, stored = replace(precision, kinds={}), as_stored(precision)
     needed = weight_bytes(dense, shapes, stored_bytes, tied_head=tied_head)
     if needed <= DEQUANTISED_FRACTION * available_bytes:
         return dense
     return stored if weight_bytes(stored, shapes, stored_bytes, tied_head=tied_head) < needed else dense
+
+
+def as_stored(precision: Precision) -> Precision:
+    """The policy with matrices as they are stored where it leaves them open."""
+    kinds = dict.fromkeys(_PARAMETER_KINDS.values(), STORED)
+    return replace(precision, kinds=kinds) if precision.kinds is None else precision
 
 
 def weight_bytes(

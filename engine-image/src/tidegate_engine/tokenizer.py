@@ -17,6 +17,7 @@ from tidegate_engine.chat import ChatTemplate, ChatTemplateError
 from tidegate_engine.gguf_file import GgufFile, read_header
 from tidegate_engine.weights import (
     CONFIG_FILE,
+    TOKENIZER_GGUF,
     ModelError,
     eos_token_ids,
     find_model_file,
@@ -57,6 +58,8 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
 def load_tokenizer(path: Path | str) -> "ModelTokenizer":
     """The tokenizer of the model that `path` names (see `find_model_file`); raises ModelError."""
     found = find_model_file(path)
+    if (found / TOKENIZER_GGUF).exists():
+        found = found / TOKENIZER_GGUF
     return ModelTokenizer(_parts_of_folder(found) if found.is_dir() else _parts_of_gguf(read_header(found)))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
-from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
+from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.request import Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
@@ -80,7 +80,8 @@ class TorchRunner:
         context = _context_tokens(checkpoint.config, options.max_model_len)
         # Some models turn by frequencies that follow from the context that is served.
         config = replace(checkpoint.config, context_tokens=context)
-        precision = _settle(options.precision, config, checkpoint.stored_bytes)
+        precision = as_stored(options.precision) if checkpoint.packed else options.precision
+        precision = _settle(precision, config, checkpoint.stored_bytes)
         self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
         blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)

@@ -230,6 +230,17 @@ def _layer_shapes(config: DecoderConfig, layer: LayerConfig) -> dict[str, tuple[
     return shapes
 
 
+def fused_names(config: DecoderConfig) -> list[tuple[str, ...]]:
+    """The matrices that `build_decoder` fuses; it takes them fused already under names such as `layers.0.q+k+v`."""
+    found: list[tuple[str, ...]] = []
+    for index, layer in enumerate(config.layers):
+        prefix = f"layers.{index}."
+        mlps = [""] if layer.experts is None else [f"experts.{number}." for number in range(layer.experts.count)]
+        found.append(tuple(prefix + name for name in ("q", "k", "v")))
+        found += [(f"{prefix}{mlp}gate", f"{prefix}{mlp}up") for mlp in mlps]
+    return found
+
+
 def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decoder:
     """Fuse and pack `parameters`, which are those of `parameter_shapes`; the dictionary is emptied on the way.
 
@@ -265,6 +276,10 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
     prefix = f"layers.{index}."
 
     def take(*names: str) -> Weight:
+        start, _, _ = names[0].rpartition(".")
+        joined = prefix + (start + "." if start else "") + "+".join(name.rpartition(".")[2] for name in names)
+        if joined in parameters:
+            return parameters.pop(joined).laid_out()
         return concat_rows([parameters.pop(prefix + name) for name in names]).laid_out()
 
     def take_vector(*names: str) -> Tensor:

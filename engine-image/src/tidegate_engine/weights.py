@@ -12,6 +12,10 @@ from pathlib import Path
 
 CONFIG_FILE = "config.json"
 """What describes the model in a folder of safetensors files."""
+PACKED_FILE = "model.tidegate"
+"""The weights in a folder that `tidegate-engine pack` made."""
+TOKENIZER_GGUF = "tokenizer.gguf"
+"""A GGUF file's metadata beside them, where the model came from one."""
 
 
 class ModelError(Exception):
@@ -63,16 +67,16 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def find_model_file(path: Path | str) -> Path:
-    """What `path` names: a GGUF file (itself, or the only one in the folder), or a folder of safetensors files.
+    """What `path` names: a GGUF file (itself, or the only one in the folder), or a folder: packed, or of safetensors.
 
     A folder's own configuration may be named too, so that one that holds both can be meant. Raises ModelError.
     """
     path = Path(path)
     if not path.exists():
         raise ModelError("ModelNotFound", f"{path} does not exist")
-    if path.name == CONFIG_FILE:
+    if path.name in (CONFIG_FILE, PACKED_FILE):
         return path.parent
-    if not path.is_dir():
+    if not path.is_dir() or (path / PACKED_FILE).exists():
         return path
     found = sorted(path.glob("*.gguf"))
     has_safetensors = (path / CONFIG_FILE).exists() and any(path.glob("*.safetensors"))

@@ -33,6 +33,9 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which nibble of a word each of eight neighbouring columns is."""
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
 class QuantisationError(ValueError):
     """A way of quantising that is not known, or tensors that do not fit it: the end of a sentence about the model."""
 
@@ -48,6 +51,10 @@ class Scheme(Protocol):
 
         Raises QuantisationError.
         """
+        ...
+
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        """Rows and columns of that matrix by its tensors' shapes; None where these do not tell."""
         ...
 
 
@@ -113,7 +120,12 @@ class Mlx:
     settings: _Settings
     method: str = "mlx"
 
-    def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        bits, _ = self._grouping(module)
+        return (parts["weight"][0], parts["weight"][1] * 32 // bits) if len(parts.get("weight", ())) == 2 else None
+
+    def _grouping(self, module: str) -> tuple[int, int]:
+        """Bits and columns of a group."""
         own = self.settings.values.get(module, self.settings.values.get(module.removeprefix("language_model."), {}))
         if not isinstance(own, dict):
             raise QuantisationError(f"has scales for {module}, which it says is not quantised")
@@ -121,7 +133,10 @@ class Mlx:
             raise QuantisationError(f"has {module} quantised by MLX in the mode {mode!r:.40}; supported is affine")
         settings = _Settings({**self.settings.values, **own})
         bits = settings.whole("bits", least=2, most=8, default=4)
-        group = settings.whole("group_size", least=8, most=1 << 16, default=64)
+        return bits, settings.whole("group_size", least=8, most=1 << 16, default=64)
+
+    def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
+        bits, group = self._grouping(module)
         words, scales, biases = _take(module, parts, "weight", "scales", "biases")
         rows, columns = words.shape[0], words.shape[1] * 32 // bits
         _check(module, "scales", scales, (rows, columns // group))
@@ -137,6 +152,9 @@ class Awq:
     """Codes of 4 bits, eight columns of the output in a word; `(code - zero) * scale`."""
 
     method: str = "awq"
+
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        return (parts["qweight"][1] * 8, parts["qweight"][0]) if len(parts.get("qweight", ())) == 2 else None
 
     def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
         words, zeros, scales = _take(module, parts, "qweight", "qzeros", "scales")
@@ -171,6 +189,10 @@ class Gptq:
     """The first version of the format stores zero points less one."""
     method: str = "gptq"
 
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        stored = parts.get("qweight", ())
+        return (stored[1], stored[0] * 32 // self.bits) if len(stored) == 2 else None
+
     def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
         words, zeros, scales = _take(module, parts, "qweight", "qzeros", "scales")
         if self.bits not in (2, 3, 4, 8):
@@ -204,6 +226,9 @@ class Fp8Scheme:
     method: str = "fp8"
     quantised_activations: bool = True
 
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        return _own_shape(parts)
+
     def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
         name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
         codes, scales = _take(module, parts, "weight", name)
@@ -236,14 +261,23 @@ class CompressedTensors:
     groups: tuple[CompressedGroup, ...]
     method: str = "compressed-tensors"
 
-    def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
+    def shape(self, module: str, parts: Shapes) -> tuple[int, int] | None:
+        stored, bits = parts.get("weight_packed", ()), self._group(module).bits
+        if len(stored) == 2 and 32 % bits == 0:
+            return stored[0], stored[1] * 32 // bits
+        return _own_shape(parts)
+
+    def _group(self, module: str) -> CompressedGroup:
         # What names a module more exactly than "all that are linear" comes first.
         matching = sorted(
             (group for group in self.groups if group.matches(module)), key=lambda group: "Linear" in group.targets
         )
         if not matching:
             raise QuantisationError(f"has scales for {module}, and no group of its configuration names it")
-        group = matching[0]
+        return matching[0]
+
+    def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
+        group = self._group(module)
         if "weight_packed" in parts or "weight_shape" in parts:
             return _packed_integers(module, parts, group)
         codes, scales = _take(module, parts, "weight", "weight_scale")
@@ -260,6 +294,11 @@ class CompressedTensors:
         return _finite(
             module, Groups(bits=8, planes=(codes.contiguous().view(torch.uint8) ^ 0x80,), scales=scales, zeros=128)
         )
+
+
+def _own_shape(parts: Shapes) -> tuple[int, int] | None:
+    stored = parts.get("weight", ())
+    return (stored[0], stored[1]) if len(stored) == 2 else None
 
 
 def _compressed_tensors(settings: _Settings) -> CompressedTensors:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from tidegate_engine.model_config import Family, ModelSettings, decoder_config, 
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.safetensors_file import (
-    DTYPE_BYTES,
     SafetensorsCheckpoint,
     StoredTensor,
     map_files,
@@ -27,9 +25,14 @@ from tidegate_engine.safetensors_file import (
 )
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
 from tidegate_engine.weights import Source
+from tidegate_engine.weights_quantised import QuantisationError, Scheme, parts_of, read_scheme
 from tidegate_kernels.weight import Dense, Weight
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTISED_DTYPES = DTYPES | {
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LLAMA = {
     "attention_norm": "input_layernorm",
@@ -70,8 +73,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 _PREFIXES = ("", "language_model.", "model.language_model.")
 """What may stand before the names of a model that also sees; the last one instead of `model.`."""
 _UNUSED_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_UNUSED_ENDS = (".rotary_emb.inv_freq",)
-"""Tables that old checkpoints hold beside their parameters; they are computed."""
+_UNUSED_ENDS = (".rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale")
+"""Tables that old checkpoints hold beside their parameters, and scales for a quantised cache; they are computed."""
 
 
 def load_safetensors(
@@ -84,30 +87,66 @@ def load_safetensors(
     """
     model = _open_folder(folder)
     checkpoint, config = model.checkpoint, model.config
-    _check_tensors(checkpoint, config, model.sources)
+    _check_tensors(model)
     maps = map_files(checkpoint)
     _check_tied_head(checkpoint, config, maps=maps)
     precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
     parameters: dict[str, Weight] = {}
     for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
-        stored = read_tensor(checkpoint, checkpoint.tensors[tensor], maps)
+        stored = _read_weight(model, tensor, maps)
         for name in names:
-            source = model.sources[name]
-            values = stored[source.first_row : source.first_row + source.rows]
-            if model.norm_offset and name.endswith("norm"):
-                values = values.float() + model.norm_offset
+            weight = _rows(stored, model.sources[name])
             wanted = precision.of(name, tied_head=config.tied_head)
-            parameters[name] = Dense(values.to(dtype)) if wanted is None else to_precision(name, Dense(values), wanted)
+            if wanted is not None:
+                parameters[name] = to_precision(name, weight, wanted)
+                continue
+            values = weight.dequantised(dtype)
+            if model.norm_offset and name.endswith("norm"):
+                values = (weight.dequantised() + model.norm_offset).to(dtype)
+            parameters[name] = Dense(values)
     return config, parameters
+
+
+def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) -> Weight:
+    checkpoint = model.checkpoint
+    module = tensor.removesuffix(".weight")
+    parts = parts_of(module, checkpoint.tensors)
+    if model.scheme is None or not parts:
+        return Dense(read_tensor(checkpoint, checkpoint.tensors[tensor], maps))
+    shape = model.tensor_shapes[tensor]
+    try:
+        tensors = {part: _map_tensor(checkpoint.tensors[name], maps) for part, name in parts.items()}
+        weight = model.scheme.weight(module, tensors)
+    except QuantisationError as error:
+        raise checkpoint.invalid(str(error)) from None
+    if weight.shape != shape:
+        raise checkpoint.invalid(f"has {module} in the shape {weight.shape}; expected is {shape}")
+    return weight
+
+
+def _rows(stored: Weight, source: Source) -> Weight:
+    """The rows of a tensor that are one parameter's."""
+    if isinstance(stored, Dense):
+        return Dense(stored.values[source.first_row : source.first_row + source.rows])
+    if (source.first_row, source.rows) == (0, stored.shape[0]):
+        return stored
+    return stored.select(torch.arange(source.first_row, source.first_row + source.rows))
 
 
 def describe_folder(folder: Path) -> tuple[DecoderConfig, dict[str, int]]:
     """The decoder that a folder holds, and the bytes that each parameter takes there; raises ModelError."""
     model = _open_folder(folder)
-    _check_tensors(model.checkpoint, model.config, model.sources)
-    shapes = parameter_shapes(model.config)
-    dtypes = {name: model.checkpoint.tensors[source.tensor].dtype for name, source in model.sources.items()}
-    return model.config, {name: prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in shapes.items()}
+    _check_tensors(model)
+    return model.config, {
+        name: _stored_bytes(model, source.tensor) * source.rows // model.tensor_shapes[source.tensor][0]
+        for name, source in model.sources.items()
+    }
+
+
+def _stored_bytes(model: "_Folder", tensor: str) -> int:
+    tensors = model.checkpoint.tensors
+    parts = parts_of(tensor.removesuffix(".weight"), tensors) if model.scheme is not None else {}
+    return sum(tensors[name].size_bytes for name in parts.values() or [tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +155,25 @@ class _Folder:
     config: DecoderConfig
     sources: Mapping[str, Source]
     norm_offset: float
+    scheme: Scheme | None
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What each tensor's shape must be, were it not quantised, by its name."""
+        shapes = parameter_shapes(self.config)
+        return {
+            source.tensor: (source.first_row + source.rows, *shapes[name][1:]) for name, source in self.sources.items()
+        }
 
 
 def _open_folder(folder: Path) -> _Folder:
     settings = read_settings(folder)
     checkpoint = _without_unused(read_checkpoint(folder))
-    config = decoder_config(settings, _stored_shapes(settings, checkpoint))
-    _refuse_quantised(settings)
+    try:
+        scheme = read_scheme(settings.values)
+        config = decoder_config(settings, _stored_shapes(settings, checkpoint, scheme))
+    except QuantisationError as error:
+        raise settings.invalid(str(error)) from None
     family = family_of(settings)
     matrices = sum(1 if layer.experts is None else layer.experts.count for layer in config.layers)
     if matrices > len(checkpoint.tensors):
@@ -130,7 +181,7 @@ def _open_folder(folder: Path) -> _Folder:
             f"has {len(checkpoint.tensors)} tensors, fewer than its configuration's layers and experts, {matrices}"
         )
     sources = parameter_sources(config, family, prefix=_prefix(checkpoint))
-    return _Folder(checkpoint, config, sources, family.norm_offset)
+    return _Folder(checkpoint, config, sources, family.norm_offset, scheme)
 
 
 def parameter_sources(config: DecoderConfig, family: Family, *, prefix: str) -> dict[str, Source]:
@@ -147,14 +198,20 @@ def parameter_sources(config: DecoderConfig, family: Family, *, prefix: str) -> 
 
 def read_tensor(checkpoint: SafetensorsCheckpoint, entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
     """A floating-point tensor's values, in the file's pages where they lie well; raises ModelError."""
-    dtype = DTYPES[entry.dtype]
-    values = torch.frombuffer(maps[entry.path], dtype=torch.uint8, offset=entry.start, count=entry.size_bytes)
-    if entry.start % dtype.itemsize:
-        values = values.clone()
-    values = values.view(dtype).view(entry.shape)
+    values = _map_tensor(entry, maps)
     if not bool(torch.isfinite(values.sum(dtype=torch.float32))):
         raise checkpoint.invalid(f"is damaged: {entry.name} holds values that are not finite")
     return values
+
+
+def _map_tensor(entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
+    dtype = QUANTISED_DTYPES[entry.dtype]
+    if not entry.size_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    values = torch.frombuffer(maps[entry.path], dtype=torch.uint8, offset=entry.start, count=entry.size_bytes)
+    if entry.start % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype).view(entry.shape)
 
 
 def _tensor_name(name: str, family: Family, *, prefix: str) -> str:
@@ -193,45 +250,58 @@ def _without_unused(checkpoint: SafetensorsCheckpoint) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(checkpoint.folder, used)
 
 
-def _stored_shapes(settings: ModelSettings, checkpoint: SafetensorsCheckpoint) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(
+    settings: ModelSettings, checkpoint: SafetensorsCheckpoint, scheme: Scheme | None
+) -> dict[str, tuple[int, ...]]:
     """The shapes of the layers' matrices that are stored by themselves, by the decoder's names."""
     prefix = _prefix(checkpoint)
     stem = prefix + ("layers." if prefix == _PREFIXES[2] else "model.layers.")
     names = NAMES[family_of(settings).names]
     shared = [stored for stored, count in Counter(names.values()).items() if count > 1]
     parts = {
-        f"{stored.format(0)}.weight": name.replace("experts.", "experts.0.")
+        stored.format(0): name.replace("experts.", "experts.0.")
         for name, stored in names.items()
         if stored not in shared
     }
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        index, _, rest = name.removeprefix(stem).partition(".")
-        if name.startswith(stem) and index.isdecimal() and rest in parts and len(tensor.shape) == 2:
-            shapes[f"layers.{int(index)}.{parts[rest]}"] = tensor.shape
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors):
+        index, _, rest = module.removeprefix(stem).partition(".")
+        if module.startswith(stem) and index.isdecimal() and rest in parts:
+            shape = _module_shape(checkpoint, module, scheme)
+            if shape is not None:
+                shapes[f"layers.{int(index)}.{parts[rest]}"] = shape
     return shapes
 
 
-def _refuse_quantised(settings: ModelSettings) -> None:
-    quantised = settings.section("quantization_config") or settings.section("quantization")
-    if quantised is not None:
-        method = quantised.values.get("quant_method", "an unnamed method")
-        raise settings.invalid(f"is quantised by {method!s:.40}; supported are {', '.join(DTYPES)} not quantised")
+def _module_shape(checkpoint: SafetensorsCheckpoint, module: str, scheme: Scheme | None) -> tuple[int, ...] | None:
+    quantised = parts_of(module, checkpoint.tensors) if scheme is not None else {}
+    if scheme is not None and quantised:
+        return scheme.shape(module, {part: checkpoint.tensors[name].shape for part, name in quantised.items()})
+    tensor = checkpoint.tensors.get(f"{module}.weight")
+    return tensor.shape if tensor is not None and len(tensor.shape) == 2 else None
 
 
-def _check_tensors(checkpoint: SafetensorsCheckpoint, config: DecoderConfig, sources: Mapping[str, Source]) -> None:
+def _check_tensors(model: _Folder) -> None:
     """Each source is there, as large as what is stored in it, of a type that can be read; nothing else is."""
-    shapes = parameter_shapes(config)
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, source in sources.items():
-        expected[source.tensor] = (source.first_row + source.rows, *shapes[name][1:])
-    if missing := sorted(expected.keys() - checkpoint.tensors.keys()):
+    checkpoint, expected = model.checkpoint, model.tensor_shapes
+    quantised: dict[str, dict[str, str]] = {}
+    if model.scheme is not None:
+        modules = {tensor: parts_of(tensor.removesuffix(".weight"), checkpoint.tensors) for tensor in expected}
+        quantised = {tensor: parts for tensor, parts in modules.items() if parts}
+    if missing := sorted(expected.keys() - checkpoint.tensors.keys() - quantised.keys()):
         raise checkpoint.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
-    head = _head_name(checkpoint)
-    foreign = sorted(checkpoint.tensors.keys() - expected.keys() - ({head} if config.tied_head else set()))
-    if foreign:
+    known = expected.keys() | {name for parts in quantised.values() for name in parts.values()}
+    if model.config.tied_head:
+        known |= {_head_name(checkpoint)}
+    if foreign := sorted(checkpoint.tensors.keys() - known):
         raise checkpoint.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+    for tensor in quantised:
+        for name in quantised[tensor].values():
+            if checkpoint.tensors[name].dtype not in QUANTISED_DTYPES:
+                raise checkpoint.invalid(f"has {name} in the type {checkpoint.tensors[name].dtype}, which is not known")
     for tensor, shape in expected.items():
+        if tensor in quantised:
+            continue
         entry = checkpoint.tensors[tensor]
         if entry.shape != shape:
             raise checkpoint.invalid(f"has {tensor} in the shape {entry.shape}; expected is {shape}")

@@ -179,7 +179,11 @@ def test_a_sharded_half_precision_checkpoint_gives_the_parameters_of_the_whole(
         ("llama", {"head_dim": 10}, "says that a head has 10 values, and layer 0 has 72 rows"),
         ("llama", {"vocab_size": 161}, "in the shape (160, 72); expected is (161, 72)"),
         ("llama", {"rms_norm_eps": -1}, "has -1 as rms_norm_eps; a positive number is needed"),
-        ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "is quantised by aqlm; supported are"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "is quantised by 'aqlm'; supported are mlx, awq, gptq",
+        ),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layers of the type 'chunked_attention'; supported"),
         ("gemma3", {"use_bidirectional_attention": True}, "attends to later tokens"),
         ("mixtral", {"num_experts_per_tok": 6}, "chooses 6 of 5 experts"),
