@@ -21,7 +21,7 @@ from tidegate_engine.weights import (
     folder_eos_token_ids,
 )
 from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
-from tidegate_engine.weights_safetensors import describe_folder, load_safetensors
+from tidegate_engine.weights_safetensors import describe_folder, load_safetensors, quantisation_of
 from tidegate_kernels.weight import Weight
 
 
@@ -35,6 +35,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     stored_bytes: Mapping[str, int]
     """Bytes on disk of each parameter."""
+    quantisation: str | None
+    """The method by which it was quantised: `gguf`, `gptq`; None = not at all."""
     packed: bool
     """Made by `tidegate-engine pack`: in the precisions that were asked for then."""
     _load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
@@ -54,9 +56,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         model = read_packed(path)
         config, stored = model.config, model.stored_bytes
         name, ends, load = model.name, model.eos_token_ids, load_packed
+        quantisation: str | None = "tidegate"
     elif path.is_dir():
         config, stored = describe_folder(path)
         name, ends, load = path.resolve().name, folder_eos_token_ids(path), load_safetensors
+        quantisation = quantisation_of(path)
     else:
         header = read_header(path)
         config, stored = read_config(header), stored_bytes(header)
@@ -65,5 +69,6 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             eos_token_ids(header.metadata),
             load_gguf,
         )
+        quantisation = "gguf"
     ends = check_eos_token_ids(ends, vocab_size=config.vocab_size, path=path)
-    return Checkpoint(path, name, config, ends, stored, packed, load)
+    return Checkpoint(path, name, config, ends, stored, quantisation, packed, load)

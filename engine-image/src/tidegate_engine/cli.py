@@ -154,6 +154,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
         ) from error
     options = TorchOptions(
         precision=precision,
+        quantisation=CHECKPOINT_METHODS.get(args.quantization),
         block_tokens=args.block_size or 16,
         kv_blocks=args.num_gpu_blocks_override,
         max_model_len=args.max_model_len,

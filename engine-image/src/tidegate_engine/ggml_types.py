@@ -21,7 +21,7 @@ from tidegate_kernels.ggml import GROUP_TYPES, decoder_of, groups_of
 from tidegate_kernels.quantised import Blocks
 from tidegate_kernels.weight import Dense, Weight, concat_rows
 
-CHUNK_VALUES = 1 << 22
+CHUNK_VALUES = 1 << 20
 """Values rearranged at once: meanwhile each takes several bytes."""
 _FLOATS = {
     GGMLQuantizationType.F16: torch.float16,

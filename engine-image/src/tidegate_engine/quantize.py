@@ -21,7 +21,7 @@ from tidegate_kernels.quantised import (
 )
 from tidegate_kernels.weight import Dense, Weight, concat_rows
 
-CHUNK_VALUES = 1 << 23
+CHUNK_VALUES = 1 << 20
 """Values brought to fp32 at once: a vocabulary's matrix is not inflated as a whole."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -60,6 +60,8 @@ class TorchOptions:
 
     name: str | None = None
     precision: Precision = field(default_factory=Precision)
+    quantisation: str | None = None
+    """How the checkpoint is expected to be quantised."""
     block_tokens: int = 16
     kv_blocks: int | None = None
     max_model_len: int | None = None
@@ -75,6 +77,12 @@ class TorchRunner:
         options = options or TorchOptions()
         started = time.monotonic()
         checkpoint = open_checkpoint(model_path)
+        if options.quantisation not in (None, checkpoint.quantisation):
+            found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
+            raise ModelError(
+                "QuantizationMismatch",
+                f"{checkpoint.path} is {found}, and {options.quantisation} was asked for; leave --quantization out",
+            )
         self._threads = options.threads or Machine().cpus()
         self._threads_set_in: int | None = None
         context = _context_tokens(checkpoint.config, options.max_model_len)

@@ -17,7 +17,7 @@ from tidegate_kernels.quantised import FP8_BLOCK, Fp8, Groups, Int8, pack_codes
 from tidegate_kernels.weight import Weight
 
 METHODS = ("mlx", "awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors")
-CHUNK_CODES = 1 << 23
+CHUNK_CODES = 1 << 20
 """Codes unpacked to a byte each at once."""
 MARKERS = ("scales", "qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 """A module is quantised that has one of these tensors."""

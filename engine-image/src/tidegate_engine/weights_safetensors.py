@@ -133,6 +133,16 @@ def _rows(stored: Weight, source: Source) -> Weight:
     return stored.select(torch.arange(source.first_row, source.first_row + source.rows))
 
 
+def quantisation_of(folder: Path) -> str | None:
+    """The method by which a folder's matrices were quantised; raises ModelError."""
+    settings = read_settings(folder)
+    try:
+        scheme = read_scheme(settings.values)
+    except QuantisationError as error:
+        raise settings.invalid(str(error)) from None
+    return None if scheme is None else scheme.method
+
+
 def describe_folder(folder: Path) -> tuple[DecoderConfig, dict[str, int]]:
     """The decoder that a folder holds, and the bytes that each parameter takes there; raises ModelError."""
     model = _open_folder(folder)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tidegate_engine.precision import Precision, parse_precision
 from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
 from tidegate_engine.weights import ModelError
-from tidegate_engine.weights_safetensors import describe_folder, load_safetensors
+from tidegate_engine.weights_safetensors import describe_folder, load_safetensors, quantisation_of
 from tidegate_kernels.reference import ragged_batch
 
 HIDDEN, INNER, VOCAB, LAYERS = 64, 96, 80, 2
@@ -160,6 +160,8 @@ def test_a_folder_is_loaded_with_the_values_that_its_format_defines(tmp_path: Pa
         torch.testing.assert_close(parameters[ours].dequantised(), values[theirs], atol=0, rtol=0)
     assert parameters["layers.0.q"].precision == (METHODS[method][2] if text == "stored" else "float32")
     assert parameters["norm"].precision == "float32"
+    described = METHODS[method][0]
+    assert quantisation_of(tmp_path) == described.get("quant_method", "mlx")
 
 
 def logits(folder: Path, precision: Precision) -> Tensor:

@@ -142,3 +142,9 @@ def test_what_is_stored_or_has_the_precision_already_stays_the_same_weight() -> 
 def test_columns_that_no_group_divides_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"PrecisionUnsupported: layers.0.q has 72 columns, which the groups of int4"):
         to_precision("layers.0.q", Dense(torch.randn(4, 72)), "int4")
+
+
+def test_a_checkpoint_quantised_in_another_way_than_was_said_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"QuantizationMismatch: .* is quantised by gguf, and awq was asked for"):
+        TorchRunner(tiny_model, options=TorchOptions(quantisation="awq"))
+    assert TorchRunner(tiny_model, options=TorchOptions(quantisation="gguf", kv_blocks=4)).info.layers == 2

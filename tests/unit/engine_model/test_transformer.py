@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.precision import Precision, as_stored
 from tidegate_engine.request import Request, SamplingParams
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -24,9 +25,9 @@ from tidegate_kernels.reference import ragged_batch
 BLOCK = 16
 
 
-def logits_of(path: Path, ids: list[int]) -> torch.Tensor:
+def logits_of(path: Path, ids: list[int], *, precision: Precision | None = None) -> torch.Tensor:
     """Logits after each of `ids`."""
-    config, parameters = load_gguf(path, dtype=torch.float32)
+    config, parameters = load_gguf(path, dtype=torch.float32, precision=precision)
     decoder = build_decoder(config, parameters)
     blocks = -(-len(ids) // BLOCK)
     caches = layer_caches(config, new_kv_pool(config, blocks=blocks + 1, block_tokens=BLOCK, dtype=torch.float32))
@@ -112,6 +113,15 @@ def test_the_real_model_has_the_logits_of_transformers(real_model: Path, oracle:
     with torch.inference_mode():
         expected = oracle(torch.tensor([ids])).logits[0]
     found = logits_of(real_model, ids)
+    assert (found - expected).abs().max() <= 1e-3
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def test_the_real_model_kept_in_the_files_own_bits_has_the_same_logits(real_model: Path, oracle: Any) -> None:
+    ids = load_tokenizer(real_model).chat(PROMPT)
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    found = logits_of(real_model, ids, precision=as_stored(Precision()))
     assert (found - expected).abs().max() <= 1e-3
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
