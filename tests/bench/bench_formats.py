@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.precision import Precision, as_stored, parse_precision
 from tidegate_engine.quantize import to_precision
@@ -113,7 +114,8 @@ def measure(path: Path, case: Case, exact: Path) -> dict[str, float | str]:
     checkpoint = open_checkpoint(path)
     warm_up(precision)
     before = peak_bytes()
-    decoder = build_decoder(checkpoint.config, checkpoint.load(torch.float32, precision))
+    with freed_at_once():
+        decoder = build_decoder(checkpoint.config, checkpoint.load(torch.float32, precision))
     loaded = peak_bytes()
     logits(decoder, [1, 2, 3], kv=case.kv)
     served = peak_bytes()

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
@@ -90,7 +91,8 @@ class TorchRunner:
         config = replace(checkpoint.config, context_tokens=context)
         precision = as_stored(options.precision) if checkpoint.packed else options.precision
         precision = _settle(precision, config, checkpoint.stored_bytes)
-        self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
+        with freed_at_once():
+            self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
         blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
         if blocks < 2:
