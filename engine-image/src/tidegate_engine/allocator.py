@@ -8,10 +8,12 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """mallopt's parameters."""
-LOADING_BYTES = 2 << 20
+LOADING_BYTES = 128 << 10
 """Blocks from this size on are mapped by themselves, so that freeing one unmaps it."""
+MAX_MAPS = 1 << 14
+"""A process may have four times as many; a mixture of many experts has more matrices than that."""
 SERVING_BYTES = 32 << 20
 """The most that glibc would come to by itself: below it a step's buffers are used again without a page fault."""
 
@@ -26,6 +28,7 @@ def freed_at_once() -> Iterator[None]:
         yield
         return
     mallopt(_MMAP_THRESHOLD, LOADING_BYTES)
+    mallopt(_MMAP_MAX, MAX_MAPS)
     try:
         yield
     finally:
