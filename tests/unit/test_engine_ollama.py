@@ -132,3 +132,16 @@ async def test_a_failure_in_a_stream_is_a_line(start_engine: StartEngine, make_s
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert "out of memory" in json.loads(answer.text.strip().splitlines()[-1])["error"]
     assert version.json()["version"]
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"port": {"type": "string"}}}])
+async def test_format_holds_the_answer_to_json(start_engine: StartEngine, make_script: MakeScript, form: Any) -> None:
+    runner = make_script('{"port": "Brest"}', ends=True, structured_outputs=True)
+    client = client_of(await start_engine(runner=runner))
+    answers = [
+        (await client.chat(model="fast", messages=USER, format=form)).message.content,
+        (await client.generate(model="fast", prompt="Where?", format=form)).response,
+        (await client.generate(model="fast", prompt="Where?", format=form, raw=True)).response,
+    ]
+    assert answers == ['{"port": "Brest"}'] * 3
+    assert all(('"port"' in grammar) == (form != "json") for grammar in runner.grammars)

@@ -126,3 +126,14 @@ async def test_a_failure_in_a_stream_is_an_event(start_engine: StartEngine, make
         events = [event async for event in stream]
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed" and "out of memory" in events[-1].response.error.message
+
+
+async def test_an_answer_may_be_held_to_a_schema(start_engine: StartEngine, make_script: MakeScript) -> None:
+    runner = make_script('{"port": "Brest"}', ends=True, structured_outputs=True)
+    schema = {"type": "object", "properties": {"port": {"type": "string"}}}
+    form: Any = {"format": {"type": "json_schema", "name": "place", "schema": schema}}
+    async with client_of(await start_engine(runner=runner)) as client:
+        answer = await client.responses.create(model="fast", input="Where?", text=form)
+    assert json.loads(answer.output_text) == {"port": "Brest"}
+    assert '"port"' in runner.grammars[0]
+    assert answer.text is not None and answer.text.format is not None and answer.text.format.type == "json_schema"

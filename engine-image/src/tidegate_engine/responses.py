@@ -327,7 +327,7 @@ class ResponseWire:
             "parallel_tool_calls": call.parallel_tool_calls is not False,
             "previous_response_id": None,
             "temperature": 1.0 if call.temperature is None else call.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": _text_options(call),
             "tool_choice": _choice(call),
             "tools": [tool.model_dump() for tool in call.tools or ()],
             "top_p": 1.0 if call.top_p is None else call.top_p,
@@ -338,6 +338,13 @@ class ResponseWire:
 
 def _choice(call: ResponseCall) -> object:
     return call.tool_choice.model_dump() if isinstance(call.tool_choice, NamedTool) else call.tool_choice or "auto"
+
+
+def _text_options(call: ResponseCall) -> dict[str, object]:
+    chosen = (
+        call.text.format if call.text is not None and call.text.format is not None else TextFormat.model_validate({})
+    )
+    return {"format": chosen.model_dump(by_alias=True, exclude_none=True)}
 
 
 def _usage(usage: Usage) -> dict[str, object]:
