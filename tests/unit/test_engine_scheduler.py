@@ -25,7 +25,7 @@ from tidegate_engine.request import (
     Step,
     TokenEvent,
 )
-from tidegate_engine.scheduler import MAX_BYPASSES, RequestRefused, Scheduler
+from tidegate_engine.scheduler import AGEING_SECONDS, MAX_BYPASSES, RESERVE_RATIO_START, RequestRefused, Scheduler
 from tidegate_engine.settings import BatchSettings
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
@@ -90,9 +90,10 @@ def make_request(
     max_tokens: int = 8,
     arrival: float = 0.0,
     priority: int = 0,
+    ignore_eos: bool = True,
 ) -> Request:
     ids = tuple(prompt)
-    params = SamplingParams(ignore_eos=True)
+    params = SamplingParams(ignore_eos=ignore_eos)
     return Request(name, len(ids), max_tokens, arrival, prompt_ids=ids, params=params, priority=priority)
 
 
@@ -187,6 +188,14 @@ def test_waiting_requests_start_by_priority_then_arrival() -> None:
     scheduler.add(make_request("early", range(4), arrival=1.0, max_tokens=1))
     scheduler.add(make_request("urgent", range(4), arrival=3.0, priority=-1, max_tokens=1))
     assert [plan_and_commit(scheduler)[0][0] for _ in range(3)] == ["urgent", "early", "late"]
+
+
+def test_a_waiting_request_ages_past_more_urgent_ones_that_come_much_later() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("patient", range(4), priority=2, max_tokens=1))
+    for name, arrival in (("soon", 0.9), ("late", 1.1)):
+        scheduler.add(make_request(name, range(4), arrival=arrival * 2 * AGEING_SECONDS, max_tokens=1))
+    assert [plan_and_commit(scheduler)[0][0] for _ in range(3)] == ["soon", "patient", "late"]
 
 
 def test_a_step_plans_once_and_is_committed_once() -> None:
@@ -487,6 +496,73 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert item.request is new and item.start >= held // 2
 
 
+@pytest.mark.parametrize(("settings", "blocks"), [(BatchSettings(2, 100, 100), 200), (BatchSettings(8, 100, 100), 13)])
+def test_an_urgent_request_takes_the_place_of_the_least_urgent_one_and_changes_no_token(
+    settings: BatchSettings, blocks: int
+) -> None:
+    scheduler = make_scheduler(settings, blocks=blocks)
+    runner = FakeRunner()
+    first = make_request("first", range(8), max_tokens=10, priority=1)
+    second = make_request("second", range(50, 58), max_tokens=10, priority=1, arrival=1.0)
+    for request in (first, second):
+        scheduler.add(request)
+        scheduler._reserve_ratio = 0.0
+        drive(scheduler, runner)
+    urgent = make_request("urgent", range(100, 120), max_tokens=4, arrival=2.0)
+    scheduler.add(urgent)
+    for _ in range(3):
+        scheduler._reserve_ratio = 0.0
+        drive(scheduler, runner)
+    assert [r.state for r in (first, second, urgent)] == [
+        RequestState.RUNNING,
+        RequestState.WAITING,
+        RequestState.RUNNING,
+    ]
+    assert scheduler.preemptions == {"kv": 0, "policy": 1}
+    drain(scheduler, runner)
+    for request in (first, second, urgent):
+        assert request.output_ids == expected_output(request)[0]
+
+
+def test_a_request_of_its_age_is_not_sent_back_for_an_urgent_one() -> None:
+    scheduler = make_scheduler(BatchSettings(1, 100, 100))
+    scheduler.add(make_request("old", range(8), priority=1))
+    plan_and_commit(scheduler)
+    scheduler.add(make_request("urgent", range(8), arrival=AGEING_SECONDS + 1))
+    plan_and_commit(scheduler)
+    assert scheduler.preemptions == {"kv": 0, "policy": 0}
+
+
+def test_a_cap_lowered_below_the_running_ones_sends_none_back_for_an_urgent_one() -> None:
+    scheduler = make_scheduler()
+    for number in range(3):
+        scheduler.add(make_request(f"r{number}", range(8), priority=1))
+    plan_and_commit(scheduler)
+    scheduler.apply(BatchSettings(2, 100, 100))
+    scheduler.add(make_request("urgent", range(8)))
+    plan_and_commit(scheduler)
+    assert (scheduler.running, scheduler.preemptions["policy"]) == (3, 0)
+
+
+def test_admission_learns_that_answers_end_early() -> None:
+    def admitted(lengths: Sequence[int]) -> int:
+        scheduler = make_scheduler(blocks=40)
+        for number, length in enumerate(lengths):
+            short = make_request(f"l{number}", range(4), max_tokens=length)
+            scheduler.add(short)
+            drain(scheduler, FakeRunner())
+        scheduler._reserve_ratio = RESERVE_RATIO_START
+        scheduler.flush_cache()
+        for number in range(12):
+            prompt = range(number * 100, number * 100 + 8)
+            scheduler.add(make_request(f"r{number}", prompt, max_tokens=60, ignore_eos=False))
+        scheduler.plan(0.0)
+        return scheduler.running
+
+    assert admitted([]) == admitted([60] * 40) == 4
+    assert admitted([3] * 40) > 6
+
+
 def test_admission_keeps_room_for_output_to_come() -> None:
     scheduler = make_scheduler(blocks=40)
     for number in range(8):
@@ -730,6 +806,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), max_size=14),
         max_tokens=st.integers(1, 30),
         priority=st.integers(0, 1),
+        age=st.sampled_from([0.0, 0.0, 0.0, 2 * AGEING_SECONDS]),
         salt=st.sampled_from(["", "", "x"]),
         params=st.builds(
             SamplingParams,
@@ -744,6 +821,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         priority: int,
+        age: float,
         salt: str,
         params: SamplingParams,
     ) -> None:
@@ -753,7 +831,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             name,
             len(ids),
             max_tokens,
-            float(len(self.requests)),
+            len(self.requests) - age,
             prompt_ids=ids,
             params=params,
             priority=priority,
@@ -787,9 +865,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         settings, before = self.scheduler.settings, self.scheduler.running
-        first = self.scheduler.live_requests()[0] if before else None
+        live = self.scheduler.live_requests()
+        oldest = min(live, key=lambda r: (r.arrival + AGEING_SECONDS * r.priority, r.sequence), default=None)
+        is_running = oldest is not None and oldest.state is RequestState.RUNNING
         step = self.scheduler.plan(0.0)
-        assert first is None or first.state is RequestState.RUNNING, "the first of the running ones never gives way"
+        if oldest is not None and is_running:
+            assert oldest.state is RequestState.RUNNING, "the oldest never gives way"
+            over_cap = before > settings.max_num_seqs
+            assert over_cap or any(item.request is oldest for item in step.items), "the oldest always advances"
         plain = [item.count - len(item.drafts) for item in step.items]
         decodes = sum(
             count == 1 and item.start >= item.request.prompt_tokens

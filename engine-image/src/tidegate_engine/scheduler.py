@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
 from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
+from tidegate_engine.output_lengths import OutputLengths
 from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, StepItem, TokenEvent
 from tidegate_engine.settings import OSL_EDGES, BatchSettings
 
+AGEING_SECONDS = 30.0
+"""Each step of priority is worth so much waiting: a request is overtaken only by those that come so soon after it."""
 MAX_BYPASSES = 32
 """How often a waiting request that does not fit may be overtaken by later ones that do."""
 MAX_PASSED_PER_STEP = 4
@@ -22,7 +25,7 @@ EXPECTED_OUTPUT_CAP_TOKENS = 4096
 RESERVE_RATIO_START = 0.4
 RESERVE_RATIO_MIN = 0.1
 RESERVE_RATIO_RISE = 0.1
-"""Added by each preemption to the share of the outstanding output for which admission keeps blocks back."""
+"""Added to the share of the expected output that admission keeps blocks for, when one is preempted for want of them."""
 RESERVE_RATIO_DECAY = 0.001
 """Taken away by each step."""
 ADMISSION_RETRY_STEPS = 16
@@ -43,8 +46,8 @@ class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
 
     A request has one counter of computed tokens and no phases: with one token left it decodes, with more it prefills.
-    Blocks for all known tokens are taken at admission, so only a decode can run out of them. Running requests are kept
-    in order of (priority, arrival); the last gives way, so the first always advances and everything ends.
+    Blocks for all known tokens are taken at admission, so only a decode can run out of them. Requests are kept in an
+    order of priority and age; the last running one gives way, so the first always advances and everything ends.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.preemptions = {"kv": 0, "policy": 0}
+        """By cause: `kv` = no block for the next token, `policy` = a more urgent request took the place."""
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         """Of `drafted_tokens`, those that were right."""
@@ -73,6 +77,7 @@ class Scheduler:
         self._arrivals = 0
         self._waiting_tokens = 0
         self._reserve_ratio = RESERVE_RATIO_START
+        self._lengths = OutputLengths()
         self._stuck_at: tuple[int, ...] | None = None
 
     # --- what is the case
@@ -122,7 +127,7 @@ class Scheduler:
 
     @property
     def reserve_ratio(self) -> float:
-        """Share of the outstanding output for which admission keeps blocks back; rises with preemptions."""
+        """Share of the expected output for which admission keeps blocks back; rises with preemptions."""
         return self._reserve_ratio
 
     @property
@@ -193,24 +198,22 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.id} is not committed yet")
+        if self._must_yield():
+            self._preempt(self._running.pop(), "policy")
         items: list[StepItem] = []
         prefills: list[Request] = []
         preempted_before = self.preemptions["kv"]
-        running = self._running
         block_tokens = self.blocks.block_tokens
-        index = 0
-        while index < len(running):  # growing a table may take requests off the end
-            request = running[index]
+        for request in self._running:  # growing a table may take requests off the end
             start = request.num_computed
             if request.prompt_tokens + request.output_tokens - start > 1:
                 prefills.append(request)
-            else:
-                table = request.blocks
-                if len(table) * block_tokens <= start and not self._grow(request):
-                    break
-                request.num_computed = start + 1
-                items.append(StepItem(request, start, 1, True, table))
-            index += 1
+                continue
+            table = request.blocks
+            if len(table) * block_tokens <= start and not self._grow(request):
+                break
+            request.num_computed = start + 1
+            items.append(_new(StepItem, (request, start, 1, True, table, ())))
         budget = self._settings.max_num_batched_tokens - len(items)
         for request in prefills:
             if budget <= 0:
@@ -257,16 +260,20 @@ class Scheduler:
                 continue
             if token is not None:
                 request.output_ids.append(token.token_id)
-            request.output_tokens += 1
-            reason = _end_of(request, token)
+            request.output_tokens = output_tokens = request.output_tokens + 1
+            may_end = token is not None and (token.is_eos or request.params.stop_token_ids)
+            reason = _end_of(request, token) if may_end or output_tokens >= request.max_tokens else None
             before = request.last_token_at
+            request.last_token_at = now
             if before is None:
                 request.first_token_at = now
-            request.last_token_at = now
-            events.append(TokenEvent(request, token, reason, None if before is None else now - before))
+                events.append(TokenEvent(request, token, reason, None))
+            else:
+                events.append(_new(TokenEvent, (request, token, reason, now - before)))
             if drafts and token is not None and reason is None:
                 reason = self._commit_drafts(request, token, drafts, events)
             if reason is not None:
+                self._lengths.learn(request.output_tokens)
                 self._finish(request, reason, now)
                 finished = True
         if finished:
@@ -295,7 +302,7 @@ class Scheduler:
         running = self._running
         if self._in_flight is not None or not running:
             return 0
-        if self._waiting and len(running) < self._settings.max_num_seqs:
+        if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
             return 0
         if any(request.total_tokens - request.num_computed != 1 for request in running):
             return 0
@@ -386,20 +393,33 @@ class Scheduler:
         """Give a decode its next block, from later requests if need be; False when it had to give way itself."""
         while not self.blocks.available:
             victim = self._running.pop()
-            self._preempt(victim)
+            self._preempt(victim, "kv")
+            self._reserve_ratio = min(1.0, self._reserve_ratio + RESERVE_RATIO_RISE)
             if victim is request:
                 return False
         request.blocks += self.blocks.allocate(1)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _must_yield(self) -> bool:
+        """Whether the last running request loses its place to a more urgent one for which there is no other.
+
+        One a step. Age counts: a request that has waited its time is not sent back any more.
+        """
+        if not self._waiting or not self._running:
+            return False
+        urgent, last = self._waiting[0], self._running[-1]
+        if urgent.priority >= last.priority or _order(urgent) > _order(last):
+            return False
+        free_seats = self._settings.max_num_seqs - len(self._running)
+        return free_seats == 0 or (free_seats > 0 and self._stuck_at == self._pressure())
+
+    def _preempt(self, request: Request, cause: str) -> None:
         self._let_go(request)
         request.state = RequestState.WAITING
         request.num_computed = 0
         request.preemptions += 1
         self._enqueue(request)
-        self.preemptions["kv"] += 1
-        self._reserve_ratio = min(1.0, self._reserve_ratio + RESERVE_RATIO_RISE)
+        self.preemptions[cause] += 1
 
     def _prefill(self, request: Request, budget: int, items: list[StepItem]) -> int:
         """Plan the request's next chunk, of at least one token; returns its size."""
@@ -468,21 +488,17 @@ class Scheduler:
 
     def _admit(self, budget: int, items: list[StepItem], now: float) -> None:
         """Start waiting requests while there is room; one without room may be overtaken, but not for ever."""
-        pressure = (
-            self.blocks.releases,
-            self._arrivals,
-            len(self._waiting),
-            self._settings_version,
-            self._step_id // ADMISSION_RETRY_STEPS,
-        )
+        if budget <= 0 or len(self._running) >= self._settings.max_num_seqs:
+            return
+        pressure = self._pressure()
         if self._stuck_at == pressure and self._running:
             return
         self._stuck_at = None
-        outstanding = sum([_expected_output(request) for request in self._running])
+        outstanding = sum([self._expected_output(request) for request in self._running])
         passed: list[Request] = []
         while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
             request = self._waiting[len(passed)]
-            expected = outstanding + _expected_output(request)
+            expected = outstanding + self._expected_output(request)
             if self._place(request, self._reserved_blocks(expected) if self._running else 0):
                 outstanding = expected
                 del self._waiting[len(passed)]
@@ -498,6 +514,16 @@ class Scheduler:
             if len(passed) >= MAX_PASSED_PER_STEP or any(r.preemptions or r.bypassed >= MAX_BYPASSES for r in passed):
                 return
 
+    def _pressure(self) -> tuple[int, ...]:
+        """What admission depends on: while it stays, a request that found no room finds none."""
+        return (
+            self.blocks.releases,
+            self._arrivals,
+            len(self._waiting),
+            self._settings_version,
+            self._step_id // ADMISSION_RETRY_STEPS,
+        )
+
     def _place(self, request: Request, reserve: int) -> bool:
         """Give `request` blocks for all its known tokens, when at least `reserve` are left over."""
         pool = self.blocks
@@ -511,8 +537,15 @@ class Scheduler:
         request.num_published = len(shared)
         return True
 
-    def _reserved_blocks(self, output_tokens: int) -> int:
-        """Blocks that admission must leave over: a watermark and a share of the output that may still come."""
+    def _expected_output(self, request: Request) -> float:
+        """Tokens that the request is likely to add."""
+        limit = min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
+        if request.params.ignore_eos:
+            return limit
+        return self._lengths.remaining(request.output_tokens, limit=limit)
+
+    def _reserved_blocks(self, output_tokens: float) -> int:
+        """Blocks that admission must leave over: a watermark and a share of the output that is likely to come."""
         watermark = max(len(self._running) + 1, int(self.blocks.usable * WATERMARK_FRACTION))
         return watermark + int(output_tokens * self._reserve_ratio / self.blocks.block_tokens)
 
@@ -555,12 +588,13 @@ class Scheduler:
 _NO_TOKEN = SampledToken(-1, error="the step gave no token for this request")
 
 
-def _order(request: Request) -> tuple[int, float, int]:
-    return request.priority, request.arrival, request.sequence
+_new = tuple.__new__
+"""What a named tuple's own constructor calls, in half its time: hundreds are made in each step."""
 
 
-def _expected_output(request: Request) -> int:
-    return min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
+def _order(request: Request) -> tuple[float, int]:
+    """Who goes first. Priorities age as time passes, all alike, so the order of two requests never changes."""
+    return request.arrival + AGEING_SECONDS * request.priority, request.sequence
 
 
 def _end_of(request: Request, token: SampledToken | None) -> FinishReason | None:
