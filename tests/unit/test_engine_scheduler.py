@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
+from tidegate_engine.host_pool import HostPool
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import (
     FinishReason,
@@ -58,8 +59,19 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.host: dict[tuple[int, int], tuple[object, ...]] = {}
+
+    def copy(self, step: Step) -> None:
+        assert len({copy.slot for copy in step.stores}) == len(step.stores)
+        for there in step.stores:
+            for offset in range(BLOCK):
+                self.host[there.slot, offset] = self.slots[there.block, offset]
+        for back in step.loads:
+            for offset in range(BLOCK):
+                self.slots[back.block, offset] = self.host[back.slot, offset]
 
     def run(self, step: Step) -> dict[str, SampledToken]:
+        self.copy(step)
         tokens = {}
         for item in step.items:
             request = item.request
@@ -103,8 +115,10 @@ def make_scheduler(
     blocks: int = 200,
     prefix_caching: bool = True,
     speculation: NgramSpeculation | None = None,
+    host_slots: int = 0,
 ) -> Scheduler:
-    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching)
+    host = HostPool(host_slots) if host_slots else None
+    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching, host=host)
     return Scheduler(settings, pool, max_model_len=1000, speculation=speculation)
 
 
@@ -452,6 +466,59 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert (scheduler.blocks.cached, scheduler.blocks.free) == (0, 200)
 
 
+# --- host memory
+
+
+def cycle(scheduler: Scheduler, runner: FakeRunner, ids: Sequence[int], *, name: str) -> Request:
+    request = make_request(name, ids, max_tokens=4)
+    scheduler.add(request)
+    drain(scheduler, runner)
+    return request
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=20)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    cycle(scheduler, runner, range(40), name="a")
+    cycle(scheduler, runner, range(100, 140), name="b")
+    assert host.stored_blocks > 0 and host.loaded_blocks == 0
+    again = cycle(scheduler, runner, [*range(40), 7], name="again")
+    assert again.num_cached == 40
+    assert host.loaded_blocks == 10 - 3  # three of its blocks were still in the cache
+    assert again.output_ids == expected_output(again)[0]
+
+
+def test_the_host_pool_forgets_with_the_cache_and_holds_no_more_than_it_may() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=5)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    for number in range(6):
+        cycle(scheduler, runner, range(100 * number, 100 * number + 40), name=f"r{number}")
+        assert host.used <= 5
+    assert host.used == 5
+    scheduler.flush_cache()
+    assert host.used == 0
+    again = cycle(scheduler, runner, range(500, 540), name="again")
+    assert (again.num_cached, host.loaded_blocks) == (0, 0)
+
+
+def test_a_step_that_failed_has_stored_nothing() -> None:
+    scheduler = make_scheduler(blocks=14, host_slots=20)
+    runner = FakeRunner()
+    host = scheduler.blocks.host
+    assert host is not None
+    cycle(scheduler, runner, range(40), name="a")
+    scheduler.add(make_request("b", range(100, 140)))
+    step = scheduler.plan(0.0)
+    assert len(step.stores) == host.used == 6
+    scheduler.fail(step, "lost", 0.0)
+    assert host.used == 0
+    scheduler.check_integrity()
+
+
 # --- pressure
 
 
@@ -791,10 +858,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.integers(12, 40),
         prefix_caching=st.booleans(),
         speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
+        host_slots=st.sampled_from([0, 1, 5, 30, 200]),
     )
-    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None) -> None:
+    def set_up(
+        self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None, host_slots: int
+    ) -> None:
         self.scheduler = make_scheduler(
-            BatchSettings(4, 16, 8), blocks=blocks, prefix_caching=prefix_caching, speculation=speculation
+            BatchSettings(4, 16, 8),
+            blocks=blocks,
+            prefix_caching=prefix_caching,
+            speculation=speculation,
+            host_slots=host_slots,
         )
         self.runner = FakeRunner()
         self.requests: list[Request] = []
@@ -856,6 +930,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.scheduler.flush_cache()
+        assert self.scheduler.blocks.host is None or self.scheduler.blocks.host.used == 0
 
     @rule()
     def ignore_the_reserve(self) -> None:
@@ -897,6 +972,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.ends[event.request.id] = event.finish_reason
         self.step = None
 
+    @precondition(lambda self: self.step is not None)
+    @rule(copied=st.booleans())
+    def fail(self, copied: bool) -> None:
+        assert self.step is not None
+        if copied:
+            self.runner.copy(self.step)
+        for event in self.scheduler.fail(self.step, "lost", 0.0):
+            assert event.request.id not in self.ends
+            self.ends[event.request.id] = FinishReason.ERROR
+        self.step = None
+
     @rule(count=st.integers(1, 20))
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -929,7 +1015,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.blocks.used == 0
         for request in self.requests:
             assert request.finish_reason is self.ends[request.id]
-            if request.finish_reason is not FinishReason.ABORT:
+            if request.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
                 assert (request.output_ids, request.finish_reason) == expected_output(request)
 
 

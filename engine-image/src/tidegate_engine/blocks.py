@@ -9,6 +9,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tidegate_engine.host_pool import HostPool
 from tidegate_engine.request import Request
 
 NULL_BLOCK = 0
@@ -26,14 +27,18 @@ class IntegrityError(AssertionError):
 class BlockPool:
     """Blocks 1 … total_blocks − 1, each free, cached (unused, but a prefix hit may revive it) or used.
 
-    `used + cached + free == usable` always. A block whose free is fenced by a step in flight counts as used.
+    `used + cached + free == usable` always. A block whose free is fenced by a step in flight counts as used. With
+    `host`, an evicted block is kept there and found again.
     """
 
-    def __init__(self, total_blocks: int, block_tokens: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, total_blocks: int, block_tokens: int, *, prefix_caching: bool = True, host: HostPool | None = None
+    ) -> None:
         if total_blocks < 2 or block_tokens < 1:
             raise ValueError(f"a pool needs two blocks of one token or more, not {total_blocks} of {block_tokens}")
         self.block_tokens = block_tokens
         self.prefix_caching = prefix_caching
+        self.host = host
         self.usable = total_blocks - 1
         self.epoch = 0
         self.releases = 0
@@ -81,6 +86,19 @@ class BlockPool:
             found.append(block)
         return found
 
+    def match_host(self, request: Request, start: int) -> list[bytes]:
+        """Hashes of the request's blocks from `start` on that the host pool holds; `match` was asked before."""
+        host = self.host
+        if host is None or not self.prefix_caching:
+            return []
+        found: list[bytes] = []
+        for index in range(start, (request.total_tokens - 1) // self.block_tokens):
+            digest, content = self._identify(request, index)
+            if digest is None or host.find(digest, content) is None:
+                break
+            found.append(digest)
+        return found
+
     def count_unused(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody uses, so that sharing them takes them from what is available."""
         return sum(1 for block in blocks if not self._references[block] and block not in self._fenced)
@@ -92,11 +110,18 @@ class BlockPool:
                 del self._cached[block]
             self._references[block] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks without content, evicting the longest unused cached ones when none is free."""
+    def allocate(self, count: int, *, hosted: Sequence[bytes] = ()) -> list[int]:
+        """Hand out `count` blocks without content, evicting the longest unused cached ones when none is free.
+
+        The step to come copies what `match_host` found to the first of them.
+        """
         if count > self.available:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.available} available")
+        if hosted and self.host is not None:
+            self.host.claim(hosted)
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        if hosted and self.host is not None:
+            self.host.load(hosted, blocks[: len(hosted)])
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -146,6 +171,8 @@ class BlockPool:
         self._by_hash.clear()
         self._free.extend(self._cached)
         self._cached.clear()
+        if self.host is not None:
+            self.host.clear()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise IntegrityError unless counts, lists and hashes agree with the block tables in use."""
@@ -160,6 +187,7 @@ class BlockPool:
                 count != users[block] for block, count in enumerate(self._references)
             ),
             "the counts do not add up": self.used + self.cached + self.free != self.usable,
+            "a slot of the host pool is lost": self.host is not None and not self.host.is_sound(),
             "a free block has a hash": any(self._hashes[block] is not None for block in self._free),
             "a cached block has no hash": any(self._hashes[block] is None for block in self._cached),
             "the hashes disagree": self._by_hash
@@ -180,6 +208,8 @@ class BlockPool:
         digest = self._hashes[block]
         assert digest is not None
         del self._by_hash[digest]
+        if self.host is not None:
+            self.host.keep(digest, self._contents[block], block=block)
         self._hashes[block] = self._contents[block] = None
         return block
 

@@ -127,6 +127,7 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
         block_tokens=block_tokens,
         kv_blocks=args.num_gpu_blocks_override or max(2, profile.kv_blocks * profile.block_tokens // block_tokens),
         max_model_len=args.max_model_len or profile.max_model_len,
+        host_bytes=_host_bytes(args),
     )
     time.sleep(sum(profile.start_seconds.values()))
     runner = ModelledRunner(profile, info)
@@ -152,6 +153,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
         block_tokens=args.block_size or 16,
         kv_blocks=args.num_gpu_blocks_override,
         max_model_len=args.max_model_len,
+        host_bytes=_host_bytes(args),
     )
     tokenizer = load_tokenizer(path)
     grammars = Grammars.of(tokenizer, threads=Machine().cpus())
@@ -232,6 +234,13 @@ def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
         raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
 
 
+def _host_bytes(args: argparse.Namespace) -> int:
+    """Host memory for evicted KV blocks."""
+    if args.kv_offload_bytes is not None:
+        return int(args.kv_offload_bytes)
+    return int(args.swap_space * 2**30)
+
+
 def _admin_keys_path(args: argparse.Namespace) -> Path | None:
     if args.admin_keys is not None:
         return Path(args.admin_keys)
@@ -259,6 +268,20 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more bytes, not {value}")
+    return value
+
+
+def _gibibytes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be 0 or more GiB, not {text}")
     return value
 
 
@@ -344,6 +367,13 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="reuse the KV cache of equal beginnings",
     )  # fmt: skip
+    group.add_argument(
+        "--kv-offload-bytes", type=_size, metavar="BYTES",
+        help="host memory for blocks evicted from the KV cache, which come back when their prefix does; default: none",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-space", type=_gibibytes, default=0.0, metavar="GIB", help="the same in GiB, for vLLM's users"
+    )
     group.add_argument(
         "--enable-chunked-prefill", action="store_true", default=True, help="always on; for vLLM's users"
     )

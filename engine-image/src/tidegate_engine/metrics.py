@@ -69,6 +69,18 @@ def add_up(histograms: Sequence[Histogram]) -> Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class HostUse:
+    """What the host pool holds and has moved so far."""
+
+    slots: int
+    used: int
+    stored_blocks: int
+    loaded_blocks: int
+    block_tokens: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Gauges of one moment. None = unknown, and then the series is absent."""
 
@@ -96,6 +108,8 @@ class Snapshot:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Of the drafted ones."""
+    host: HostUse | None = None
+    """None = evicted blocks are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +335,8 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         ("cause",),
         (((cause,), value) for cause, value in now.preemptions.items()),
     )
+    if now.host is not None:
+        yield from _host(now.host)
     yield _gauge(
         f"{PREFIX}memory_bytes",
         "Memory by kind; a kind that is unknown is absent.",
@@ -332,6 +348,27 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         "Time that the start of this process took, by phase.",
         ("phase",),
         (((phase,), value) for phase, value in now.start_seconds.items()),
+    )
+
+
+def _host(host: HostUse) -> Iterator[Metric]:
+    yield _gauge(
+        f"{PREFIX}host_kv_blocks",
+        "Places for evicted KV blocks in host memory.",
+        ("state",),
+        [(("used",), host.used), (("free",), host.slots - host.used)],
+    )
+    yield _counter(
+        f"{PREFIX}host_kv_bytes",
+        "KV blocks copied to host memory and back, in bytes.",
+        ("direction",),
+        [(("stored",), host.stored_blocks * host.block_bytes), (("loaded",), host.loaded_blocks * host.block_bytes)],
+    )
+    yield _counter(
+        f"{PREFIX}host_cached_tokens",
+        "Tokens whose KV came back from host memory instead of being computed again.",
+        (),
+        [((), host.loaded_blocks * host.block_tokens)],
     )
 
 

@@ -16,6 +16,8 @@ _TEXT = (
     "the sea ebb low bay fog oar net sky dry run tow and few old new hum far off one two sun set bar dam pen was has "
     "its all way day "
 )
+HOST_LINK_BYTES_PER_SECOND = 20e9
+"""What a PCIe 4.0 link of 16 lanes carries."""
 WORDS = tuple(ByteTokenizer().encode(_TEXT))
 """One token each: a text that reads as words, of the usual four characters a token."""
 
@@ -56,6 +58,7 @@ class ModelledRunner:
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         now = self._clock()
         seconds = self._profile.step.seconds(shape_of_step(step))
+        seconds += (len(step.stores) + len(step.loads)) * _copy_seconds(self._profile, self._info.block_tokens)
         begin = now if self._deadline is None else self._deadline
         tokens = {item.request.id: _token(item.request) for item in step.items if item.samples}
         deadline = begin + seconds
@@ -67,8 +70,11 @@ class ModelledRunner:
         return tokens
 
 
-def model_info(profile: Profile, *, block_tokens: int, kv_blocks: int, max_model_len: int) -> ModelInfo:
+def model_info(
+    profile: Profile, *, block_tokens: int, kv_blocks: int, max_model_len: int, host_bytes: int = 0
+) -> ModelInfo:
     """The profile's facts, with the sizes that flags may have changed."""
+    copying_pays = _copy_seconds(profile, block_tokens) < block_tokens * profile.step.token_seconds
     return ModelInfo(
         name=profile.model,
         layers=profile.layers,
@@ -85,7 +91,13 @@ def model_info(profile: Profile, *, block_tokens: int, kv_blocks: int, max_model
         gpu_product=profile.gpu,
         gpu_count=profile.gpus,
         eos_token_ids=ByteTokenizer.eos_token_ids,
+        host_blocks=host_bytes // (profile.kv_token_bytes * block_tokens) if copying_pays else 0,
     )
+
+
+def _copy_seconds(profile: Profile, block_tokens: int) -> float:
+    """Of a KV block, between host and GPU."""
+    return profile.kv_token_bytes * block_tokens / HOST_LINK_BYTES_PER_SECOND
 
 
 def _token(request: Request) -> SampledToken:

@@ -122,6 +122,13 @@ class StepItem(NamedTuple):
     """Guesses of the tokens that follow the known ones; the last positions of the item, and each yields a token."""
 
 
+class BlockCopy(NamedTuple):
+    """A block of the KV cache and a slot of the host pool, between which one is copied."""
+
+    block: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one forward pass computes. Empty `items` = nothing to do."""
@@ -129,6 +136,10 @@ class Step:
     id: int
     items: tuple[StepItem, ...]
     settings_version: int
+    stores: Sequence[BlockCopy] = ()
+    """Blocks to copy to the host pool before anything is written to them; no slot comes twice."""
+    loads: Sequence[BlockCopy] = ()
+    """Slots to copy back, after the stores and before the forward pass."""
 
     @property
     def tokens(self) -> int:

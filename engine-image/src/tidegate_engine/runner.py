@@ -32,6 +32,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     structured_outputs: bool = False
     """Whether answers can be held to a grammar."""
+    host_blocks: int = 0
+    """Evicted KV blocks that host memory holds; 0 also where copying one back would take longer than computing it."""
 
 
 class Runner(Protocol):

@@ -6,6 +6,7 @@ to their end and the block pool's books; it knows no tokens' meaning, no text, n
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
 from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
@@ -226,6 +227,9 @@ class Scheduler:
         self._step_id += 1
         step = Step(self._step_id, tuple(items), self._settings_version)
         if items:
+            if self.blocks.host is not None:
+                stores, loads = self.blocks.host.take_copies()
+                step = replace(step, stores=stores, loads=loads)
             self._in_flight = step
         return step
 
@@ -286,6 +290,8 @@ class Scheduler:
         if not step.items:
             return []
         self._land(step)
+        if self.blocks.host is not None:
+            self.blocks.host.drop(step.stores)
         failed = [item.request for item in step.items if item.request.state is RequestState.RUNNING]
         for request in failed:
             self._finish(request, FinishReason.ERROR, now)
@@ -531,10 +537,11 @@ class Scheduler:
         fresh = -(-request.total_tokens // pool.block_tokens) - len(shared)
         if pool.available - pool.count_unused(shared) - fresh < reserve:
             return False
+        hosted = pool.match_host(request, len(shared))
         pool.share(shared)
-        request.blocks = shared + pool.allocate(fresh)
-        request.num_computed = len(shared) * pool.block_tokens
-        request.num_published = len(shared)
+        request.blocks = shared + pool.allocate(fresh, hosted=hosted)
+        request.num_computed = (len(shared) + len(hosted)) * pool.block_tokens
+        request.num_published = len(shared)  # what is copied back can be shared when the step has succeeded
         return True
 
     def _expected_output(self, request: Request) -> float:

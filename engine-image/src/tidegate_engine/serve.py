@@ -29,9 +29,10 @@ from tidegate_engine.blocks import BlockPool
 from tidegate_engine.completions import Completions, Limits, Tokenizer
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine
-from tidegate_engine.metrics import EngineMetrics, Snapshot, host_memory_bytes
+from tidegate_engine.host_pool import HostPool
+from tidegate_engine.metrics import EngineMetrics, HostUse, Snapshot, host_memory_bytes
 from tidegate_engine.ngrams import NgramSpeculation
-from tidegate_engine.runner import Runner
+from tidegate_engine.runner import ModelInfo, Runner
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
@@ -285,7 +286,8 @@ class Process:
 def _build_engine(model: LoadedModel, options: ServeOptions) -> tuple[Engine, LiveBatching]:
     info = model.runner.info
     file = options.settings
-    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=options.prefix_caching)
+    host = HostPool(info.host_blocks) if info.host_blocks and options.prefix_caching else None
+    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=options.prefix_caching, host=host)
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=options.speculation)
     metrics = EngineMetrics(
         options.served_names[0],
@@ -328,6 +330,18 @@ def _snapshot(engine: Engine, batching: LiveBatching) -> Snapshot:
         start_seconds=runner.start_seconds,
         drafted_tokens=scheduler.drafted_tokens,
         accepted_tokens=scheduler.accepted_tokens,
+        host=None if pool.host is None else _host_use(pool.host, info),
+    )
+
+
+def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
+    return HostUse(
+        slots=host.slots,
+        used=host.used,
+        stored_blocks=host.stored_blocks,
+        loaded_blocks=host.loaded_blocks,
+        block_tokens=info.block_tokens,
+        block_bytes=info.block_tokens * info.kv_token_bytes,
     )
 
 

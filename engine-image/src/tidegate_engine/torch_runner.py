@@ -3,6 +3,7 @@
 Implements `runner.Runner`; called from the engine loop's thread only. Which tokens a step has is the scheduler's.
 """
 
+import logging
 import os
 
 # Read when torch loads its OpenMP. Without it a thread that waits for another one spins; on CPUs shared with others it
@@ -12,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
+from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.precision import Precision, parse_precision, settled, weight_bytes
-from tidegate_engine.request import Request, SampledToken, Step, StepItem
+from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
 from tidegate_engine.steptime import StepModel
@@ -52,6 +54,9 @@ MAX_KV_BYTES = 4 << 30
 """Unless told otherwise: prefix caching fills whatever there is, and a machine without limits has other tenants."""
 WARM_UP_SHAPES = ((1, 64), (1, 1), (8, 1))
 """Sequences and new tokens of each."""
+COPY_PROBE_BLOCKS = 8
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class TorchOptions:
     kv_blocks: int | None = None
     max_model_len: int | None = None
     threads: int | None = None
+    host_bytes: int = 0
+    """Memory beside the cache for blocks evicted from it."""
 
 
 class TorchRunner:
@@ -88,6 +95,7 @@ class TorchRunner:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
+        self._host: HostBlocks | None = None
         self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
         self._info = ModelInfo(
@@ -109,6 +117,7 @@ class TorchRunner:
             structured_outputs=masks is not None,
         )
         self._warm_up()
+        self._host = self._make_host(options.host_bytes)
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
 
     @property
@@ -127,6 +136,8 @@ class TorchRunner:
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         """Compute `step`; returns a token by request id for every item that samples. Blocking."""
         self._set_threads()
+        if self._host is not None:
+            self._host.copy(step)
         # Decodes first and by length: neighbours of like length are attended in one call.
         items = sorted(step.items, key=lambda item: (item.count > 1, item.start))
         token_ids = [token for item in items for token in _token_ids(item)]
@@ -151,6 +162,36 @@ class TorchRunner:
         tokens = self._sampler.sample(logits, sampled)
         return {item.request.id: token for item, token in zip(sampled, tokens, strict=True)}
 
+    def _make_host(self, host_bytes: int) -> HostBlocks | None:
+        """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""
+        info = self._info
+        block_bytes = info.kv_token_bytes * info.block_tokens
+        slots = host_bytes // block_bytes
+        if not slots:
+            return None
+        available = Machine().available_bytes() - info.kv_blocks * block_bytes
+        if host_bytes > available:
+            raise ModelError(
+                "HostPoolTooLarge",
+                f"{host_bytes / 2**20:.0f} MiB are asked for evicted KV blocks; beside the KV cache "
+                f"{max(0, available) / 2**20:.0f} MiB are available",
+            )
+        host = HostBlocks(self._caches, slots)
+        sequences, tokens = WARM_UP_SHAPES[0]
+        computing = _seconds(lambda: self._run_dummy(sequences, tokens)) * info.block_tokens / tokens
+        copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.kv_blocks))]
+        host.copy(Step(0, (), 0, stores=copies))
+        copying = _seconds(lambda: host.copy(Step(0, (), 0, loads=copies))) / len(copies)
+        if copying >= computing:
+            logger.warning(
+                "evicted KV blocks are not kept: copying one back takes %.2f ms, computing it %.2f ms",
+                1000 * copying,
+                1000 * computing,
+            )
+            return None
+        self._info = replace(info, host_blocks=slots)
+        return host
+
     def _set_threads(self) -> None:
         """torch keeps the number for each thread that calls it."""
         if self._threads_set_in != threading.get_ident():
@@ -174,17 +215,27 @@ class TorchRunner:
 
     def _warm_up(self) -> None:
         """The first calls allocate buffers and choose algorithms; their result is thrown away."""
-        size = self._info.block_tokens
         for sequences, tokens in WARM_UP_SHAPES:
-            count = min(tokens, self._info.max_model_len, (self._info.kv_blocks - 1) * size)
-            blocks = list(range(1, 1 + -(-count // size)))
-            items = tuple(
-                StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, blocks)
-                for index in range(sequences)
-            )
-            self.run(Step(0, items, 0))
+            self._run_dummy(sequences, tokens)
+
+    def _run_dummy(self, sequences: int, tokens: int) -> None:
+        """A step whose tokens nobody gets, in blocks that are free."""
+        size = self._info.block_tokens
+        count = min(tokens, self._info.max_model_len, (self._info.kv_blocks - 1) * size)
+        blocks = list(range(1, 1 + -(-count // size)))
+        items = tuple(
+            StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, blocks)
+            for index in range(sequences)
+        )
+        self.run(Step(0, items, 0))
         for part in self._pool:
             part[:, :, : max(blocks) + 1] = 0
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _token_ids(item: StepItem) -> list[int]:

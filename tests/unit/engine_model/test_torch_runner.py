@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tidegate_engine import torch_runner
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.host_pool import HostPool
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.precision import Precision
 from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
@@ -102,6 +104,42 @@ def test_a_prefix_hit_gives_what_a_miss_gives(runner: TorchRunner, alone: list[l
         scheduler.commit(step, runner.run(step), 0.0)
     assert again.num_cached >= 40
     assert again.output_ids == alone[-1]
+
+
+@pytest.mark.parametrize("slots", [8, 200], ids=["narrow", "wide"])
+def test_a_prefix_that_was_in_host_memory_gives_what_a_miss_gives(
+    tiny_model: Path, runner: TorchRunner, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    measured = iter([1.0, 0.0])  # a step and a copy, so that keeping blocks pays
+    monkeypatch.setattr(torch_runner, "_seconds", lambda work: (work(), next(measured))[1])
+    options = TorchOptions(
+        kv_blocks=40, block_tokens=BLOCK, threads=1, host_bytes=slots * BLOCK * runner.info.kv_token_bytes
+    )
+    other = TorchRunner(tiny_model, options=options)
+    assert other.info.host_blocks == slots
+    host = HostPool(slots)
+    pool = BlockPool(40, BLOCK, host=host)
+    scheduler = Scheduler(BatchSettings(4, 512, 512), pool, max_model_len=256)
+    assert serve(other, PROMPTS[-1:], scheduler=scheduler) == alone[-1:]
+    serve(other, [prompt(seed, 60) for seed in (50, 51)], scheduler=scheduler)  # more than the cache beside it
+    other._pool[:, :, pool._free] = torch.nan
+    assert serve(other, PROMPTS[-1:], scheduler=scheduler) == alone[-1:]
+    assert host.stored_blocks > 0 and host.loaded_blocks > 0
+
+
+def test_blocks_that_are_faster_computed_than_copied_are_not_kept(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_runner, "_seconds", lambda work: (work(), 1.0)[1])
+    runner = TorchRunner(
+        tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, threads=1, host_bytes=1 << 20)
+    )
+    assert runner.info.host_blocks == 0
+
+
+def test_more_host_memory_than_there_is_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="HostPoolTooLarge"):
+        TorchRunner(tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, host_bytes=1 << 50))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
