@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidegate_engine.metrics import EngineMetrics, FinishedRequest, Snapshot
+from tidegate_engine.metrics import EngineMetrics, FinishedRequest, Snapshot, render
 from tidegate_engine.request import FinishReason
 from tidegate_engine.settings import DEFAULT_PATTERNS, ISL_EDGES, OSL_EDGES, BatchSettings
 from tidegate_engine.steptime import StepModel
@@ -36,11 +36,11 @@ SNAPSHOT = Snapshot(
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    metrics = EngineMetrics("m", patterns=DEFAULT_PATTERNS, block_tokens=16, snapshot=lambda: SNAPSHOT)
+    metrics = EngineMetrics(DEFAULT_PATTERNS)
     metrics.first_token(3, ttft_seconds=0.2, queue_seconds=0.1)
     metrics.counts.itl[3].observe(0.02)
     metrics.finished(FinishedRequest(1500, 20, FinishReason.STOP, 1.0, 0.2, 0.02))
-    return metrics.render().decode()
+    return render(metrics.counts, SNAPSHOT, model_name="m", block_tokens=16).decode()
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)

@@ -5,6 +5,7 @@ A test asks `start_engine` for one, and reaches it over HTTP as a client would.
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, replace
@@ -17,9 +18,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.completions import Tokenizer
+from tidegate_engine.engine import Engine
+from tidegate_engine.engine_host import host_engine
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
 from tidegate_engine.runner import Runner
-from tidegate_engine.serve import LoadedModel, Process, ServeOptions, bind
+from tidegate_engine.serve import LoadedModel, Model, Process, ServeOptions, bind, connect, load_engine
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile
 from tidegate_engine.steptime import TERMS, Profile, StepModel
 
@@ -72,9 +75,16 @@ def fast_profile_file(fast_profile: Profile, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
-    """Start engines that are drained at the end of the test."""
+def loops() -> dict[Process, Engine]:
+    """The engine loop behind each process that `start_engine` started."""
+    return {}
+
+
+@pytest.fixture
+async def start_engine(fast_profile: Profile, loops: dict[Process, Engine]) -> AsyncIterator[StartEngine]:
+    """Start engines that are drained at the end of the test. Both sides run here, with the socket between them."""
     started: list[tuple[Process, asyncio.Task[int]]] = []
+    hosts: list[asyncio.Task[None]] = []
 
     async def start(
         *,
@@ -109,9 +119,20 @@ async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
             profile=chosen.name,
             object_uid=OBJECT_UID,
         )
-        process = Process(replace(defaults, **options), api_socket=api_socket, admin_socket=admin_socket)
-        model = LoadedModel(runner or modelled, tokenizer or ByteTokenizer(), on_idle=modelled.rest)
-        task = asyncio.create_task(process.run(lambda: model))
+        chosen_options = replace(defaults, **options)
+        process = Process(chosen_options, api_socket=api_socket, admin_socket=admin_socket)
+        model = Model(lambda: (runner or modelled, modelled.rest), lambda: tokenizer or ByteTokenizer())
+        end, engine_end = socket.socketpair()
+
+        def load() -> Engine:
+            loops[process] = load_engine(model, chosen_options)
+            return loops[process]
+
+        async def connect_here() -> LoadedModel:
+            return await connect(end, model, process=None, stall_seconds=chosen_options.stall_seconds)
+
+        hosts.append(asyncio.create_task(host_engine(engine_end, load)))
+        task = asyncio.create_task(process.run(connect_here))
         started.append((process, task))
         while process.state.loaded is None and not task.done():  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0.005)
@@ -120,7 +141,8 @@ async def start_engine(fast_profile: Profile) -> AsyncIterator[StartEngine]:
     yield start
     for process, _ in started:
         process.leave.set()
-    await asyncio.wait_for(asyncio.gather(*(task for _, task in started), return_exceptions=True), timeout=30)
+    tasks = [task for _, task in started]
+    await asyncio.wait_for(asyncio.gather(*tasks, *hosts, return_exceptions=True), timeout=30)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tidegate_engine import admin as admin_module
 from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Change, Conflict, apply_change, expire, initial_state
-from tidegate_engine.engine import Health, Output
+from tidegate_engine.engine import Engine, Health, Output
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
 from tidegate_engine.request import Request, SampledToken, Step
 from tidegate_engine.serve import Process
@@ -26,6 +26,7 @@ from tidegate_engine.settings import BatchSettings, Envelope
 from tidegate_engine.steptime import TERMS, Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
+Loops = Mapping[Process, Engine]
 MakeHeaders = Callable[[], dict[str, str]]
 UID = "6f0c5d1e-0000-4000-8000-000000000001"
 BATCHING = "/admin/v1/batching"
@@ -172,14 +173,15 @@ async def test_settings_are_shown_with_envelope_version_and_etag(admin: httpx.As
     assert body["status"] == {"running": 0, "over_cap": 0, "draining_to": None}
 
 
-async def test_a_patch_acts_is_acknowledged_and_may_come_again(engine: Process, admin: httpx.AsyncClient) -> None:
+async def test_a_patch_acts_is_acknowledged_and_may_come_again(
+    engine: Process, admin: httpx.AsyncClient, loops: Loops
+) -> None:
     body = {"generation": 5, "max_num_seqs": 8}
     first = (await admin.patch(BATCHING, json=body)).json()
     again = (await admin.patch(BATCHING, json=body)).json()
     assert first == again | {"applied_at_step": first["applied_at_step"]}
     assert first["effective"]["max_num_seqs"] == 8 and first["version"] == 2 and first["generation"] == 5
-    assert engine.state.loaded is not None
-    assert engine.state.loaded.engine.scheduler.settings.max_num_seqs == 8
+    assert loops[engine].scheduler.settings.max_num_seqs == 8
     metrics = (await admin.get("/metrics")).text
     assert "tidegate_engine_settings_generation 5.0" in metrics
     assert 'tidegate_engine_batching_limit{kind="effective",name="max_num_seqs"} 8.0' in metrics
@@ -229,12 +231,11 @@ async def test_a_dry_run_answers_as_if_and_changes_nothing(admin: httpx.AsyncCli
 
 
 async def test_settings_with_a_time_to_live_fall_back_to_the_last_ones_without(
-    engine: Process, admin: httpx.AsyncClient
+    engine: Process, admin: httpx.AsyncClient, loops: Loops
 ) -> None:
     await admin.patch(BATCHING, json={"generation": 2, "max_num_seqs": 16})
     await admin.patch(BATCHING, json={"generation": 3, "max_num_seqs": 4, "ttl_s": 1})
-    assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    scheduler = loops[engine].scheduler
     assert scheduler.settings.max_num_seqs == 4
     await until(lambda: scheduler.settings.max_num_seqs == 16)
     await until(lambda: engine.state.loaded is not None and engine.state.loaded.batching.state.generation == 2)
@@ -242,11 +243,10 @@ async def test_settings_with_a_time_to_live_fall_back_to_the_last_ones_without(
 
 
 async def test_patches_under_load_drop_no_request_and_change_no_text(
-    start_engine: StartEngine, fast_profile: Profile, admin_keys_file: Path, admin_headers: MakeHeaders
+    start_engine: StartEngine, fast_profile: Profile, admin_keys_file: Path, admin_headers: MakeHeaders, loops: Loops
 ) -> None:
     engine = await start_engine(profile=replace(fast_profile, kv_blocks=1001), admin_keys=admin_keys_file)
-    assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    scheduler = loops[engine].scheduler
 
     async def ask(client: httpx.AsyncClient, seed: int) -> str:
         body = {"model": "fast", "prompt": [seed + 1] * 20, "max_tokens": 200, "seed": seed}
@@ -329,12 +329,12 @@ async def test_an_order_that_nobody_waits_for_any_more_is_dropped_and_the_engine
     admin_keys_file: Path,
     admin_headers: MakeHeaders,
     monkeypatch: pytest.MonkeyPatch,
+    loops: Loops,
 ) -> None:
     monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.05)
     runner = BlockingRunner(fast_profile)
     engine = await start_engine(runner=runner, admin_keys=admin_keys_file)
-    assert engine.state.loaded is not None
-    loop = engine.state.loaded.engine
+    loop = loops[engine]
     try:
         async with admin_of(engine) as admin, api_of(engine) as client:
             admin.headers.update(admin_headers())
@@ -381,15 +381,14 @@ async def test_settings_whose_time_ends_in_a_step_longer_than_any_wait_fall_back
 
 
 async def test_requests_that_an_engine_never_came_to_are_told_when_it_fails(
-    start_engine: StartEngine, fast_profile: Profile, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, fast_profile: Profile, monkeypatch: pytest.MonkeyPatch, loops: Loops
 ) -> None:
     def lose_the_books(*_: object) -> None:
         raise RuntimeError("the books are lost")
 
     runner = BlockingRunner(fast_profile)
     engine = await start_engine(runner=runner)
-    assert engine.state.loaded is not None
-    loop = engine.state.loaded.engine
+    loop = loops[engine]
     monkeypatch.setattr(loop.scheduler, "commit", lose_the_books)
     body = {"model": "fast", "prompt": "x", "max_tokens": 3}
     try:
@@ -397,7 +396,7 @@ async def test_requests_that_an_engine_never_came_to_are_told_when_it_fails(
             running = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: loop.scheduler.step_id > 0)
             unread = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(lambda: loop.unfinished == 2)
+            await until(lambda: loop._mailbox.qsize() == 1)
             runner.is_held = False
             for answer in await asyncio.gather(running, unread):
                 assert answer.status_code == 500 and "the engine failed" in answer.json()["error"]["message"]
@@ -406,15 +405,14 @@ async def test_requests_that_an_engine_never_came_to_are_told_when_it_fails(
 
 
 async def test_steps_that_keep_failing_end_the_engine_with_a_reason(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, fast_profile: Profile, loops: Loops
 ) -> None:
     class Broken(BlockingRunner):
         def run(self, step: Step) -> Mapping[str, SampledToken]:
             raise RuntimeError("device lost")
 
     engine = await start_engine(runner=Broken(fast_profile))
-    assert engine.state.loaded is not None
-    loop = engine.state.loaded.engine
+    loop = loops[engine]
     async with api_of(engine) as client:
         for _ in range(3):
             answer = await client.post("/v1/completions", json={"model": "fast", "prompt": "x"})

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tidegate_engine.metrics import EngineMetrics, FinishedRequest, Histogram, Snapshot, add_up, isl_cell
+from tidegate_engine.metrics import (
+    Counts,
+    EngineMetrics,
+    FinishedRequest,
+    Histogram,
+    Snapshot,
+    add_counts,
+    add_up,
+    isl_cell,
+    new_counts,
+    render,
+)
 from tidegate_engine.request import FinishReason
 from tidegate_engine.serve import Process
 from tidegate_engine.settings import (
@@ -102,12 +113,11 @@ def snapshot() -> Snapshot:
     )
 
 
-def metrics_of(make: Callable[[], Snapshot] = snapshot) -> EngineMetrics:
-    return EngineMetrics("some-model", patterns=DEFAULT_PATTERNS, block_tokens=16, snapshot=make)
-
-
-def samples_of(metrics: EngineMetrics) -> list[Sample]:
-    return [sample for family in text_string_to_metric_families(metrics.render().decode()) for sample in family.samples]
+def samples_of(counts: Counts | None = None, now: Snapshot | None = None) -> list[Sample]:
+    page = render(
+        counts or new_counts(DEFAULT_PATTERNS), now or snapshot(), model_name="some-model", block_tokens=16
+    ).decode()
+    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
 
 def value(samples: list[Sample], name: str, /, **labels: str) -> float:
@@ -117,7 +127,7 @@ def value(samples: list[Sample], name: str, /, **labels: str) -> float:
 
 
 def test_every_name_of_the_contract_is_exposed_with_its_labels_from_the_start() -> None:
-    samples = samples_of(metrics_of())
+    samples = samples_of()
     for name, labels in CONTRACT.items():
         found = [sample for sample in samples if sample.name == f"tidegate_engine_{name}"]
         assert found, name
@@ -125,7 +135,7 @@ def test_every_name_of_the_contract_is_exposed_with_its_labels_from_the_start() 
 
 
 def test_the_vllm_aliases_are_exposed_with_vllms_labels() -> None:
-    samples = samples_of(metrics_of())
+    samples = samples_of()
     for name in ALIASES:
         found = [sample for sample in samples if sample.name == f"vllm:{name}"]
         assert found, name
@@ -135,7 +145,7 @@ def test_the_vllm_aliases_are_exposed_with_vllms_labels() -> None:
 
 
 def test_the_cells_are_the_contracts_edges_and_buckets() -> None:
-    samples = samples_of(metrics_of())
+    samples = samples_of()
     arrived = {sample.labels["isl"] for sample in samples if sample.name == "tidegate_engine_requests_arrived_total"}
     assert arrived == {str(edge) for edge in ISL_EDGES}
     joint = [sample.labels for sample in samples if sample.name == "tidegate_engine_requests_finished_total"]
@@ -150,7 +160,7 @@ def test_the_cells_are_the_contracts_edges_and_buckets() -> None:
 
 
 def test_gauges_show_the_snapshot() -> None:
-    samples = samples_of(metrics_of())
+    samples = samples_of()
     assert value(samples, "tidegate_engine_requests_running") == 6
     assert value(samples, "tidegate_engine_requests_over_cap") == 2
     assert value(samples, "tidegate_engine_kv_blocks", state="cached") == 5
@@ -162,17 +172,17 @@ def test_gauges_show_the_snapshot() -> None:
 
 def test_what_is_unknown_has_no_series() -> None:
     unknown = replace(snapshot(), step_model=None, step_model_residual_ratio=None, memory_bytes={}, start_seconds={})
-    names = {sample.name for sample in samples_of(metrics_of(lambda: unknown))}
+    names = {sample.name for sample in samples_of(now=unknown)}
     for name in ("step_model", "step_model_residual_ratio", "memory_bytes", "start_seconds"):
         assert f"tidegate_engine_{name}" not in names
 
 
 def test_a_finished_request_counts_in_its_joint_cell_and_its_pattern() -> None:
-    metrics = metrics_of()
+    metrics = EngineMetrics(DEFAULT_PATTERNS)
     metrics.finished(
         FinishedRequest(isl=2000, osl=20, reason=FinishReason.STOP, e2e_seconds=3.0, ttft_seconds=0.5, itl_seconds=0.01)
     )
-    samples = samples_of(metrics)
+    samples = samples_of(metrics.counts)
     assert value(samples, "tidegate_engine_requests_finished_total", isl="1024", osl="16", reason="stop") == 1
     assert value(samples, "tidegate_engine_e2e_seconds_sum", pattern="LongInShortOut") == 3.0
     assert value(samples, "tidegate_engine_finished_ttft_seconds_bucket", pattern="LongInShortOut", le="0.5") == 1
@@ -181,11 +191,11 @@ def test_a_finished_request_counts_in_its_joint_cell_and_its_pattern() -> None:
 
 
 def test_a_request_without_a_token_counts_no_token_times() -> None:
-    metrics = metrics_of()
+    metrics = EngineMetrics(DEFAULT_PATTERNS)
     metrics.finished(
         FinishedRequest(isl=10, osl=0, reason=FinishReason.ABORT, e2e_seconds=3.0, ttft_seconds=None, itl_seconds=None)
     )
-    samples = samples_of(metrics)
+    samples = samples_of(metrics.counts)
     assert value(samples, "tidegate_engine_e2e_seconds_count", pattern="ShortInShortOut") == 1
     assert value(samples, "tidegate_engine_finished_ttft_seconds_count", pattern="ShortInShortOut") == 0
 
@@ -206,6 +216,22 @@ def test_histograms_are_cumulative_inclusive_and_add_up(left: list[float], right
     assert total.sum == pytest.approx(sum(left) + sum(right))
     for bound, count in total.cumulative():
         assert count == sum(seconds <= float(bound) for seconds in [*left, *right])
+
+
+def test_what_two_processes_counted_is_shown_as_one() -> None:
+    both = [EngineMetrics(DEFAULT_PATTERNS) for _ in range(2)]
+    for number, metrics in enumerate(both):
+        metrics.first_token(1, ttft_seconds=0.5, queue_seconds=None)
+        metrics.finished(FinishedRequest(100, 20, FinishReason.STOP, 3.0, 0.5, 0.01))
+        metrics.counts.generation_tokens += 10 + number
+        metrics.counts.settings_changes["applied"] += number
+    total = add_counts(both[0].counts, both[1].counts)
+    samples = samples_of(total)
+    assert value(samples, "tidegate_engine_generation_tokens_total") == 21
+    assert value(samples, "tidegate_engine_config_updates_total", result="applied") == 1
+    assert value(samples, "tidegate_engine_ttft_seconds_count", isl="64") == 2
+    assert value(samples, "tidegate_engine_e2e_seconds_sum", pattern="ShortInShortOut") == 6.0
+    assert value(samples, "tidegate_engine_requests_finished_total", isl="64", osl="16", reason="stop") == 2
 
 
 async def test_the_counts_of_a_served_load_agree_with_what_was_asked(

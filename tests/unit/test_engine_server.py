@@ -12,12 +12,14 @@ import pytest
 
 from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
+from tidegate_engine.engine import Engine
 from tidegate_engine.modelled_runner import ModelledRunner, model_info
 from tidegate_engine.request import SampledToken, Step, TokenLogprobs
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
+Loops = Mapping[Process, Engine]
 USER: Any = [{"role": "user", "content": "What is the tide?"}]
 
 
@@ -73,9 +75,8 @@ def http_of(engine: Process) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30)
 
 
-def used_blocks(engine: Process) -> int:
-    assert engine.state.loaded is not None
-    return engine.state.loaded.engine.scheduler.blocks.used
+def used_blocks(loop: Engine) -> int:
+    return loop.scheduler.blocks.used
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -209,7 +210,7 @@ async def test_logprobs_of_multibyte_text_keep_the_true_bytes(start_engine: Star
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
-    start_engine: StartEngine, fast_profile: Profile, stream: bool
+    start_engine: StartEngine, fast_profile: Profile, stream: bool, loops: Loops
 ) -> None:
     engine = await start_engine(runner=ScriptedRunner(fast_profile, "one two STOP more and more text "))
     async with client_of(engine) as client:
@@ -222,9 +223,9 @@ async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
             text, reason = answer.choices[0].text, answer.choices[0].finish_reason
             assert answer.usage.completion_tokens == 3
     assert (text, reason) == ("one tw", "stop")
-    await until(lambda: used_blocks(engine) == 0)
-    assert engine.state.loaded is not None
-    assert b'reason="stop"} 1.0' in engine.state.loaded.engine.metrics.render()
+    await until(lambda: used_blocks(loops[engine]) == 0)
+    async with http_of(engine) as http:
+        assert 'reason="stop"} 1.0' in (await http.get("/metrics")).text
 
 
 async def test_a_stop_string_within_min_tokens_is_text(start_engine: StartEngine, fast_profile: Profile) -> None:
@@ -377,11 +378,11 @@ async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngi
         profile=replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.02)), max_queued=2
     )
     assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    client = engine.state.loaded.engine
     async with http_of(engine) as http:
         body = {"model": "fast", "prompt": [1] * 100, "max_tokens": 400}
         calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(6)]
-        await until(lambda: scheduler.running > 0 and scheduler.waiting >= 2)
+        await until(lambda: client.status().running > 0 and client.status().waiting >= 2)
         refused = await http.post("/v1/completions", json=body)
         for call in calls:
             call.cancel()
@@ -426,10 +427,9 @@ async def test_with_an_api_key_everything_but_health_and_metrics_needs_it(start_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool) -> None:
+async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool, loops: Loops) -> None:
     engine = await start_engine()
-    assert engine.state.loaded is not None
-    scheduler = engine.state.loaded.engine.scheduler
+    scheduler = loops[engine].scheduler
     body = json.dumps({"model": "fast", "prompt": [7] * 64, "max_tokens": 400, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
 
@@ -480,7 +480,7 @@ async def test_an_error_inside_a_stream_is_an_event_before_done(
 
 
 async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, fast_profile: Profile, loops: Loops
 ) -> None:
     runner = ScriptedRunner(fast_profile, "good")
     engine = await start_engine(runner=runner)
@@ -489,16 +489,15 @@ async def test_a_failed_step_fails_its_requests_and_keeps_the_engine(
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             await client.completions.create(model="fast", prompt="x", max_tokens=5)
         assert (await client.completions.create(model="fast", prompt="x", max_tokens=5)).choices[0].text
-    assert used_blocks(engine) == 0
+    assert used_blocks(loops[engine]) == 0
 
 
 async def test_requests_that_together_need_more_than_the_kv_cache_all_finish(
-    start_engine: StartEngine, fast_profile: Profile
+    start_engine: StartEngine, fast_profile: Profile, loops: Loops
 ) -> None:
     engine = await start_engine(profile=replace(fast_profile, kv_blocks=17))
     async with client_of(engine) as client:
         calls = [client.completions.create(model="fast", prompt=[index + 1] * 50, max_tokens=100) for index in range(8)]
         answers = await asyncio.gather(*calls)
     assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [100] * 8
-    assert engine.state.loaded is not None
-    engine.state.loaded.engine.scheduler.check_integrity()
+    loops[engine].scheduler.check_integrity()

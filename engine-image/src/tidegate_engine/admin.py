@@ -7,7 +7,7 @@ Built by `serve`; the rules of batch settings are in `batching`, those of leavin
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Conflict, apply_change, expire, parse_change
 from tidegate_engine.drain import Drain, DrainPhase
-from tidegate_engine.engine import Engine
-from tidegate_engine.metrics import CONTENT_TYPE
-from tidegate_engine.server import JsonResponse
+from tidegate_engine.engine_client import EngineClient, EngineGone
+from tidegate_engine.metrics import CONTENT_TYPE, Counts
+from tidegate_engine.server import JsonResponse, metrics_page
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/metrics"})
@@ -36,11 +36,18 @@ class LiveBatching:
     """The batch settings of a running engine: one writer at a time, applied between two steps."""
 
     def __init__(
-        self, engine: Engine, state: BatchingState, envelope: Envelope, *, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: EngineClient,
+        state: BatchingState,
+        envelope: Envelope,
+        *,
+        counts: Counts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.envelope = envelope
         self._engine = engine
+        self._counts = counts
         self._clock = clock
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
@@ -48,7 +55,7 @@ class LiveBatching:
 
     @property
     def effective(self) -> BatchSettings:
-        return self._engine.scheduler.settings
+        return self._engine.status().settings
 
     async def patch(self, data: object, *, if_match: str | None, dry_run: bool) -> Response:
         """Apply a PATCH body; the answer is the HTTP response."""
@@ -60,10 +67,10 @@ class LiveBatching:
             if isinstance(state, Conflict | Violation):
                 return self._refuse(state)
             warnings = self._warnings(state.spec)
-            step_id = self._engine.scheduler.step_id + 1
+            step_id = self._engine.status().health.step_id + 1
             if not dry_run:
                 step_id = await self._set(state)
-                self._engine.metrics.counts.settings_changes["applied"] += 1
+                self._counts.settings_changes["applied"] += 1
         return JsonResponse(
             {
                 "version": state.version,
@@ -76,31 +83,24 @@ class LiveBatching:
         )
 
     def describe(self) -> Response:
-        state, scheduler = self.state, self._engine.scheduler
+        state, status = self.state, self._engine.status()
         body = {
             "version": state.version,
             "generation": state.generation,
             "spec": state.spec.as_dict(),
-            "effective": self.effective.as_dict(),
+            "effective": status.settings.as_dict(),
             "envelope": {name: list(self.envelope.bounds(name)) for name in SETTING_NAMES},
             "status": {
-                "running": scheduler.running,
-                "over_cap": scheduler.over_cap,
-                "draining_to": scheduler.settings.max_num_seqs if scheduler.over_cap else None,
+                "running": status.running,
+                "over_cap": status.over_cap,
+                "draining_to": status.settings.max_num_seqs if status.over_cap else None,
             },
         }
         return JsonResponse(body, headers={"etag": f'"{state.version}"'})
 
     async def _set(self, state: BatchingState) -> int:
         """Make `state` the acting one; returns the first step that is planned under it."""
-        scheduler = self._engine.scheduler
-
-        def swap() -> int:
-            if scheduler.settings != state.spec:
-                scheduler.apply(state.spec)
-            return scheduler.step_id + 1
-
-        step_id = await asyncio.wait_for(self._engine.call(swap), CALL_TIMEOUT_SECONDS)
+        step_id = await _call(self._engine.apply(state.spec))
         if state.spec != self.state.spec or state.generation != self.state.generation:
             logger.info("batch settings of generation %d act from step %d: %s", state.generation, step_id, state.spec)
         self.state = state
@@ -127,17 +127,19 @@ class LiveBatching:
                 await self._set(state)
             except TimeoutError:
                 self._expire_after(0)  # the step in flight is a long one: wait again
+            except EngineGone:
+                return
             else:
-                self._engine.metrics.counts.settings_changes["reverted"] += 1
+                self._counts.settings_changes["reverted"] += 1
 
     def _warnings(self, spec: BatchSettings) -> list[str]:
-        over = self._engine.scheduler.running - spec.max_num_seqs
+        over = self._engine.status().running - spec.max_num_seqs
         if over <= 0:
             return []
         return [f"{over} running requests are above max_num_seqs {spec.max_num_seqs}; they end, none is cut"]
 
     def _refuse(self, reason: Conflict | Violation) -> Response:
-        self._engine.metrics.counts.settings_changes["rejected"] += 1
+        self._counts.settings_changes["rejected"] += 1
         if isinstance(reason, Conflict):
             body = {
                 "code": reason.code,
@@ -154,7 +156,8 @@ class LiveBatching:
 class Loaded:
     """What exists once the model is loaded."""
 
-    engine: Engine
+    engine: EngineClient
+    render_metrics: Callable[[], Awaitable[bytes]]
     batching: LiveBatching
     drain: Drain
     runner: str
@@ -193,6 +196,8 @@ def probe_ready(state: AdminState) -> tuple[bool, str]:
     health = loaded.engine.health()
     if not health.alive:
         return False, health.failure or "the engine loop has ended"
+    if loaded.engine.is_silent:
+        return False, f"the engine's process has not said anything for {health.silent_seconds:.0f} s"
     if health.stalled_seconds > state.stall_seconds / 2:
         return False, f"no progress for {health.stalled_seconds:.0f} s at step {health.step_id}"
     return True, "ok"
@@ -229,6 +234,7 @@ def create_admin(state: AdminState, keys: AdminKeys | None) -> ASGIApp:
     app = FastAPI(title="Tidegate engine admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(TimeoutError, _on_timeout)
+    app.add_exception_handler(EngineGone, _on_engine_gone)
     _add_probes(app, state)
     _add_batching(app, state)
     _add_drain(app, state)
@@ -253,7 +259,7 @@ def _add_probes(app: FastAPI, state: AdminState) -> None:
     async def metrics() -> Response:
         if state.loaded is None:
             return Response(b"", media_type=CONTENT_TYPE)
-        return Response(await asyncio.to_thread(state.loaded.engine.metrics.render), media_type=CONTENT_TYPE)
+        return await metrics_page(state.loaded.render_metrics)
 
 
 def _add_batching(app: FastAPI, state: AdminState) -> None:
@@ -299,7 +305,7 @@ def _add_drain(app: FastAPI, state: AdminState) -> None:
 def _add_orders(app: FastAPI, state: AdminState) -> None:
     @app.get("/admin/v1/info")
     async def info() -> Response:
-        return JsonResponse(_describe(_loaded(state)))
+        return JsonResponse(await _describe(_loaded(state)))
 
     @app.post("/admin/v1/abort")
     async def abort(request: Request) -> Response:
@@ -310,7 +316,7 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
             error = {"field": "request_id", "allowed": None, "reason": "request_id must be a text"}
             return JsonResponse({"error": error}, 422)
         engine = loaded.engine
-        live = await _call(engine, lambda: [request.id for request in engine.scheduler.live_requests()])
+        live = [request.id for request in engine.live_requests()]
         # A call's id stands for all its choices.
         aborted = [request_id for request_id in live if request_id == wanted or request_id.rpartition("-")[0] == wanted]
         for request_id in aborted:
@@ -319,43 +325,37 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
 
     @app.post("/admin/v1/cache/flush")
     async def flush() -> Response:
-        engine = _loaded(state).engine
-
-        def run() -> int:
-            cached = engine.scheduler.blocks.cached
-            engine.scheduler.flush_cache()
-            return cached
-
-        return JsonResponse({"flushed_blocks": await _call(engine, run)})
+        return JsonResponse({"flushed_blocks": await _call(_loaded(state).engine.flush_cache())})
 
 
-async def _call(engine: Engine, function: Callable[[], Result]) -> Result:
-    return await asyncio.wait_for(engine.call(function), CALL_TIMEOUT_SECONDS)
+async def _call(answer: Awaitable[Result]) -> Result:
+    return await asyncio.wait_for(answer, CALL_TIMEOUT_SECONDS)
 
 
 def _describe_drain(loaded: Loaded) -> dict[str, object]:
-    scheduler = loaded.engine.scheduler
-    remaining = [request.max_tokens - request.output_tokens for request in scheduler.live_requests()]
+    engine = loaded.engine
+    status = engine.status()
+    remaining = [request.max_tokens - request.output_tokens for request in engine.live_requests()]
     return {
         "phase": loaded.drain.phase.value,
-        "running": scheduler.running,
-        "waiting": scheduler.waiting,
+        "running": status.running,
+        "waiting": status.waiting,
         "longest_remaining_tokens": max(remaining, default=0),
-        "cached_tokens": scheduler.blocks.cached * scheduler.blocks.block_tokens,
+        "cached_tokens": status.cached_blocks * engine.info.block_tokens,
         "seconds_left": loaded.drain.seconds_left,
     }
 
 
-def _describe(loaded: Loaded) -> dict[str, object]:
-    runner = loaded.engine.runner
-    step_model = runner.step_model or loaded.engine.fit.model
+async def _describe(loaded: Loaded) -> dict[str, object]:
+    engine = loaded.engine
+    step_model = (await _call(engine.report())).snapshot.step_model
     return {
-        **asdict(runner.info),
+        **asdict(engine.info),
         "version": loaded.version,
         "runner": loaded.runner,
         "profile": loaded.profile,
         "step_model": None if step_model is None else step_model.as_dict(),
-        "start_seconds": dict(runner.start_seconds),
+        "start_seconds": dict(engine.start_seconds),
         "settings_generation": loaded.batching.state.generation,
     }
 
@@ -391,3 +391,7 @@ async def _on_http_error(_request: Request, error: Exception) -> Response:
 
 async def _on_timeout(_request: Request, _error_: Exception) -> Response:
     return _error(503, "busy", "the engine did not answer in time", headers={"retry-after": "5"})
+
+
+async def _on_engine_gone(_request: Request, error: Exception) -> Response:
+    return _error(503, "engine_failed", str(error))

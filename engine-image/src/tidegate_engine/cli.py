@@ -40,7 +40,9 @@ from tidegate_engine.steptime import Profile, load_profile, profile_names
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
-    from tidegate_engine.serve import LoadedModel
+    from tidegate_engine.completions import Tokenizer
+    from tidegate_engine.runner import Runner
+    from tidegate_engine.serve import Model
 
 TERMINATION_LOG = Path("/dev/termination-log")
 EXIT_CONFIG = 2
@@ -79,19 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        from tidegate_engine.serve import LoadedModel, ServeError, ServeOptions, run
+        from tidegate_engine.serve import Model, ServeError, ServeOptions, run
     except ImportError as error:
         raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
 
-    load: Callable[[], LoadedModel]
+    model: Model
     if args.runner == "modelled":
         profile = _read_profile(args)
-        names, load = args.served_model_name or [profile.name], lambda: _load_modelled(args, profile)
+        names, model = args.served_model_name or [profile.name], _modelled(args, profile)
     else:
         if args.model is None:
             raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
         precision = _read_precision(args)
-        names, load = args.served_model_name or [Path(args.model).stem], lambda: _load_torch(args, precision)
+        names, model = args.served_model_name or [Path(args.model).stem], _computed(args, precision)
     options = ServeOptions(
         host=args.host,
         port=args.port,
@@ -111,15 +113,15 @@ def _serve(args: argparse.Namespace) -> int:
         speculation=_read_speculation(args),
     )
     try:
-        return run(options, load)
+        return run(options, model)
     except ServeError as error:
         return _fail(str(error), error.exit_code)
 
 
-def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
+def _modelled(args: argparse.Namespace, profile: Profile) -> "Model":
     from tidegate_engine.byte_tokenizer import ByteTokenizer
     from tidegate_engine.modelled_runner import ModelledRunner, model_info
-    from tidegate_engine.serve import LoadedModel
+    from tidegate_engine.serve import Model
 
     block_tokens = args.block_size or profile.block_tokens
     info = model_info(
@@ -129,25 +131,42 @@ def _load_modelled(args: argparse.Namespace, profile: Profile) -> "LoadedModel":
         max_model_len=args.max_model_len or profile.max_model_len,
         host_bytes=_host_bytes(args),
     )
-    time.sleep(sum(profile.start_seconds.values()))
-    runner = ModelledRunner(profile, info)
-    return LoadedModel(runner, ByteTokenizer(), on_idle=runner.rest)
+
+    def load_runner() -> tuple[ModelledRunner, Callable[[], None]]:
+        time.sleep(sum(profile.start_seconds.values()))
+        runner = ModelledRunner(profile, info)
+        return runner, runner.rest
+
+    return Model(load_runner, ByteTokenizer)
 
 
-def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel":
+def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
+    from tidegate_engine.serve import Model
+
+    return Model(lambda: (_load_torch(args, precision), None), lambda: _load_tokenizer(args))
+
+
+def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
+    from tidegate_engine.weights import find_model_file
+
+    path = find_model_file(args.model)
+    try:
+        from tidegate_engine.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise _cannot_compute(error) from error
+    return load_tokenizer(path)
+
+
+def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
     from tidegate_engine.cgroup import Machine
-    from tidegate_engine.serve import LoadedModel
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)
     try:
         from tidegate_engine.grammars import Grammars
-        from tidegate_engine.tokenizer import load_tokenizer
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
-        raise ModelError(
-            "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
-        ) from error
+        raise _cannot_compute(error) from error
     options = TorchOptions(
         precision=precision,
         block_tokens=args.block_size or 16,
@@ -155,9 +174,14 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "LoadedModel"
         max_model_len=args.max_model_len,
         host_bytes=_host_bytes(args),
     )
-    tokenizer = load_tokenizer(path)
-    grammars = Grammars.of(tokenizer, threads=Machine().cpus())
-    return LoadedModel(TorchRunner(path, options=options, masks=grammars), tokenizer)
+    masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
+    return TorchRunner(path, options=options, masks=masks)
+
+
+def _cannot_compute(error: ImportError) -> ModelError:
+    return ModelError(
+        "ModelUnsupported", f"this image cannot compute a model ({error}); use one with torch, or --runner modelled"
+    )
 
 
 def _read_precision(args: argparse.Namespace) -> Precision:

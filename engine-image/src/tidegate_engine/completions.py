@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tidegate_engine.detokenizer import Detokenizer
-from tidegate_engine.engine import Engine, Output
+from tidegate_engine.engine import Output
+from tidegate_engine.engine_client import EngineClient
 from tidegate_engine.openai import (
     DONE,
     ApiError,
@@ -132,7 +133,13 @@ class Generation:
     """The choices of one call, from submission to the end. Whoever drops it early calls `abort`."""
 
     def __init__(
-        self, engine: Engine, envelope: Envelope, choices: Sequence[Choice], *, wake: asyncio.Event, with_usage: bool
+        self,
+        engine: EngineClient,
+        envelope: Envelope,
+        choices: Sequence[Choice],
+        *,
+        wake: asyncio.Event,
+        with_usage: bool,
     ) -> None:
         self.envelope = envelope
         self._engine = engine
@@ -218,7 +225,7 @@ class Generation:
 class Completions:
     """Turns calls into generations."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
@@ -338,7 +345,7 @@ class Completions:
 
     def _check_queue(self, count: int) -> None:
         limit = self.limits.max_queued
-        if limit is not None and self.engine.scheduler.waiting + count > limit:
+        if limit is not None and self.engine.status().waiting + count > limit:
             raise ApiError(
                 429,
                 f"the queue is full: {limit} requests may wait",

@@ -1,7 +1,7 @@
 """The engine loop: one thread that plans, runs and commits steps, and the mailbox through which others reach it.
 
 Only this thread touches scheduler and runner. Tokens go to their consumers on the event loop in one call a step. It
-knows no text and no HTTP: `completions` submits requests, `admin` changes settings, probes read `health`.
+knows no text and no HTTP: `engine_host` has it serve the HTTP process.
 """
 
 import asyncio
@@ -14,10 +14,22 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from tidegate_engine.metrics import EngineMetrics, FinishedRequest, isl_cell
+from tidegate_engine.blocks import BlockPool
+from tidegate_engine.host_pool import HostPool
+from tidegate_engine.metrics import (
+    Counts,
+    EngineMetrics,
+    FinishedRequest,
+    HostUse,
+    Snapshot,
+    host_memory_bytes,
+    isl_cell,
+)
+from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import FinishReason, Request, SampledToken, Step, TokenEvent
-from tidegate_engine.runner import Runner
+from tidegate_engine.runner import ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
+from tidegate_engine.settings import BatchSettings, SettingsFile
 from tidegate_engine.steptime import OnlineFit, shape_of_step
 
 MAX_FAILED_STEPS = 3
@@ -80,6 +92,33 @@ class Health:
     stalled_seconds: float
     step_id: int
     failure: str | None = None
+    silent_seconds: float = 0.0
+    """Since the process of the engine last gave a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The batch at one moment, and how the loop is."""
+
+    running: int
+    waiting: int
+    taken: int
+    """Requests that the loop has taken from the mailbox so far."""
+    cached_blocks: int
+    settings: BatchSettings
+    health: Health
+
+    @property
+    def over_cap(self) -> int:
+        return max(0, self.running - self.settings.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that metrics show of the engine."""
+
+    counts: Counts
+    snapshot: Snapshot
 
 
 class Engine:
@@ -107,6 +146,7 @@ class Engine:
         self._outbox: list[tuple[Sink, Output]] = []
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._taken = 0
         self._is_busy = False
         self._progress_at = clock()
         self._last_step_end: float | None = None
@@ -155,10 +195,66 @@ class Engine:
         stalled = max(0.0, self._clock() - self._progress_at) if has_work else 0.0
         return Health(alive, stalled, self.scheduler.step_id, self.failure)
 
-    @property
-    def unfinished(self) -> int:
-        """Requests running or waiting, those still in the mailbox included."""
-        return self.scheduler.running + self.scheduler.waiting + self._mailbox.qsize()
+    def status(self) -> Status:
+        scheduler = self.scheduler
+        return Status(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            taken=self._taken,
+            cached_blocks=scheduler.blocks.cached,
+            settings=scheduler.settings,
+            health=self.health(),
+        )
+
+    async def apply(self, settings: BatchSettings) -> int:
+        """Use `settings` from the next step on; returns its id."""
+
+        def swap() -> int:
+            if self.scheduler.settings != settings:
+                self.scheduler.apply(settings)
+            return self.scheduler.step_id + 1
+
+        return await self.call(swap)
+
+    async def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks held one."""
+
+        def flush() -> int:
+            cached = self.scheduler.blocks.cached
+            self.scheduler.flush_cache()
+            return cached
+
+        return await self.call(flush)
+
+    def report(self) -> Report:
+        scheduler, runner = self.scheduler, self.runner
+        pool, info, settings = scheduler.blocks, runner.info, scheduler.settings
+        memory = {"weights": info.weight_bytes, "kv": info.kv_token_bytes * info.block_tokens * info.kv_blocks}
+        resident = host_memory_bytes()
+        snapshot = Snapshot(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            waiting_prompt_tokens=scheduler.waiting_prompt_tokens,
+            running_context_tokens=scheduler.running_context_tokens,
+            running_output_past_edges=scheduler.running_output_past_edges,
+            kv_used=pool.used,
+            kv_cached=pool.cached,
+            kv_free=pool.free,
+            preemptions=scheduler.preemptions,
+            spec=settings,
+            effective=settings,
+            capacity=settings,
+            settings_generation=0,
+            step_model=runner.step_model or self.fit.model,
+            step_model_residual_ratio=self.fit.residual_ratio,
+            step_model_samples=self.fit.samples,
+            memory_bytes=memory if resident is None else {**memory, "host": resident},
+            start_seconds=runner.start_seconds,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
+            host=None if pool.host is None else _host_use(pool.host, info),
+        )
+        return Report(self.metrics.counts, snapshot)
 
     # --- the loop's thread
 
@@ -213,6 +309,7 @@ class Engine:
                 run()
 
     def _add(self, request: Request, sink: Sink) -> None:
+        self._taken += 1
         try:
             self.scheduler.add(request)
         except RequestRefused as error:
@@ -330,6 +427,17 @@ class Engine:
             self._event_loop.call_soon_threadsafe(_push_all, outbox)
 
 
+def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
+    return HostUse(
+        slots=host.slots,
+        used=host.used,
+        stored_blocks=host.stored_blocks,
+        loaded_blocks=host.loaded_blocks,
+        block_tokens=info.block_tokens,
+        block_bytes=info.block_tokens * info.kv_token_bytes,
+    )
+
+
 class EngineFailed(RuntimeError):
     """Steps keep failing; the process should be replaced."""
 
@@ -337,3 +445,19 @@ class EngineFailed(RuntimeError):
 def _push_all(outbox: list[tuple[Sink, Output]]) -> None:
     for sink, output in outbox:
         sink.push(output)
+
+
+def build_engine(
+    runner: Runner,
+    file: SettingsFile,
+    *,
+    prefix_caching: bool,
+    speculation: NgramSpeculation | None = None,
+    on_idle: Callable[[], None] | None = None,
+) -> Engine:
+    """An engine for a loaded model. `on_idle` is called when the loop has nothing to do."""
+    info = runner.info
+    host = HostPool(info.host_blocks) if info.host_blocks and prefix_caching else None
+    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host)
+    scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=speculation)
+    return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), on_idle=on_idle)

@@ -1,7 +1,7 @@
 """Every number the engine exposes: the names are the contract with the operator, the vLLM names are aliases.
 
-The engine loop counts into plain integer arrays (one writer, no label look-ups a token); the registry's collector turns
-them, and a snapshot of the scheduler, into samples when it is scraped.
+The engine loop counts into plain integer arrays (one writer, no label look-ups a token); a collector turns them, and a
+snapshot of the scheduler, into samples when they are scraped.
 """
 
 from bisect import bisect_left, bisect_right
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from resource import getpagesize
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,15 +38,16 @@ def isl_cell(tokens: int) -> int:
     return bisect_right(ISL_EDGES, tokens) - 1
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts by upper bound (inclusive), the last cell is +Inf."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -82,7 +84,10 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Gauges of one moment. None = unknown, and then the series is absent."""
+    """Gauges of one moment. None = unknown, and then the series is absent.
+
+    The engine knows the settings that act; who asked for which, and their bounds, the HTTP side fills in.
+    """
 
     running: int
     waiting: int
@@ -126,7 +131,7 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class Counts:
-    """Everything that only grows. Written by the engine loop's thread alone."""
+    """Everything that only grows. The engine loop has one, the HTTP side another; they are added up to be shown."""
 
     pattern_names: tuple[str, ...]
     arrived: list[int] = field(default_factory=lambda: [0] * len(ISL_EDGES))
@@ -136,9 +141,9 @@ class Counts:
     ttft: list[Histogram] = field(default_factory=lambda: [Histogram(TTFT_BUCKETS_SECONDS) for _ in ISL_EDGES])
     itl: list[Histogram] = field(default_factory=lambda: [Histogram(ITL_BUCKETS_SECONDS) for _ in ISL_EDGES])
     queue: list[Histogram] = field(default_factory=lambda: [Histogram(TTFT_BUCKETS_SECONDS) for _ in ISL_EDGES])
-    finished_ttft: dict[str, Histogram] = field(init=False)
-    finished_itl: dict[str, Histogram] = field(init=False)
-    e2e: dict[str, Histogram] = field(init=False)
+    finished_ttft: dict[str, Histogram] = field(default_factory=dict)
+    finished_itl: dict[str, Histogram] = field(default_factory=dict)
+    e2e: dict[str, Histogram] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -148,21 +153,48 @@ class Counts:
     settings_changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "rejected": 0, "reverted": 0})
 
     def __post_init__(self) -> None:
-        self.finished_ttft = {name: Histogram(TTFT_BUCKETS_SECONDS) for name in self.pattern_names}
-        self.finished_itl = {name: Histogram(ITL_BUCKETS_SECONDS) for name in self.pattern_names}
-        self.e2e = {name: Histogram(TTFT_BUCKETS_SECONDS) for name in self.pattern_names}
+        for name in self.pattern_names:
+            self.finished_ttft.setdefault(name, Histogram(TTFT_BUCKETS_SECONDS))
+            self.finished_itl.setdefault(name, Histogram(ITL_BUCKETS_SECONDS))
+            self.e2e.setdefault(name, Histogram(TTFT_BUCKETS_SECONDS))
+
+
+def new_counts(patterns: Sequence[Pattern]) -> Counts:
+    return Counts(tuple(dict.fromkeys([*(pattern.name for pattern in patterns), OTHER_PATTERN])))
+
+
+def add_counts(one: Counts, other: Counts) -> Counts:
+    """What both have counted together; they have the same patterns."""
+    return Counts(**{each.name: _add(getattr(one, each.name), getattr(other, each.name)) for each in fields(Counts)})
+
+
+def _add(one: Any, other: Any) -> Any:
+    match one:
+        case Histogram():
+            return Histogram(one.bounds, _add(one.counts, other.counts), one.sum + other.sum)
+        case dict():
+            return {key: _add(value, other[key]) for key, value in one.items()}
+        case list():
+            return [_add(*pair) for pair in zip(one, other, strict=True)]
+        case tuple():
+            return one
+        case _:
+            return one + other
+
+
+def render(counts: Counts, snapshot: Snapshot, *, model_name: str, block_tokens: int) -> bytes:
+    """The page that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Exposition(counts, snapshot, model_name=model_name, block_tokens=block_tokens))
+    return generate_latest(registry)
 
 
 class EngineMetrics:
-    """Counts of the loop, and the registry that exposes them."""
+    """What the engine loop counts. Written by its thread alone."""
 
-    def __init__(
-        self, model_name: str, *, patterns: tuple[Pattern, ...], block_tokens: int, snapshot: Callable[[], Snapshot]
-    ) -> None:
+    def __init__(self, patterns: tuple[Pattern, ...]) -> None:
         self._patterns = patterns
-        self.counts = Counts(tuple(dict.fromkeys([*(pattern.name for pattern in patterns), OTHER_PATTERN])))
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_Exposition(self.counts, snapshot, model_name=model_name, block_tokens=block_tokens))
+        self.counts = new_counts(patterns)
 
     def first_token(self, cell: int, *, ttft_seconds: float, queue_seconds: float | None) -> None:
         self.counts.ttft[cell].observe(ttft_seconds)
@@ -178,9 +210,6 @@ class EngineMetrics:
             counts.finished_ttft[pattern].observe(request.ttft_seconds)
         if request.itl_seconds is not None:
             counts.finished_itl[pattern].observe(request.itl_seconds)
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 def host_memory_bytes() -> int | None:
@@ -220,14 +249,14 @@ def _histogram(
 class _Exposition(Collector):
     """Turns counts and a snapshot into metric families."""
 
-    def __init__(self, counts: Counts, snapshot: Callable[[], Snapshot], *, model_name: str, block_tokens: int) -> None:
+    def __init__(self, counts: Counts, snapshot: Snapshot, *, model_name: str, block_tokens: int) -> None:
         self._counts = counts
         self._snapshot = snapshot
         self._model_name = model_name
         self._block_tokens = block_tokens
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
+        snapshot = self._snapshot
         yield from _requests(self._counts, snapshot)
         yield from _times(self._counts)
         yield from _resources(self._counts, snapshot)

@@ -1,6 +1,7 @@
-"""The composition root: builds runner, scheduler, engine and the two listeners, runs them, and leaves in order.
+"""The composition root: forks the engine's process, builds the two listeners, runs them, and leaves in order.
 
 Reads no flags and no environment (`cli` does). The admin listener is up before the model is loaded, the API afterwards.
+Signals come here; the engine's process ends with this one, however that ends.
 """
 
 import asyncio
@@ -10,11 +11,9 @@ import logging
 import os
 import signal
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,15 +24,14 @@ from starlette.types import ASGIApp
 from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin, probe_live
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
-from tidegate_engine.blocks import BlockPool
 from tidegate_engine.completions import Completions, Limits, Tokenizer
 from tidegate_engine.drain import Drain
-from tidegate_engine.engine import Engine
-from tidegate_engine.host_pool import HostPool
-from tidegate_engine.metrics import EngineMetrics, HostUse, Snapshot, host_memory_bytes
+from tidegate_engine.engine import Engine, build_engine
+from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
+from tidegate_engine.engine_host import run_engine
+from tidegate_engine.metrics import Snapshot, add_counts, new_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
-from tidegate_engine.runner import ModelInfo, Runner
-from tidegate_engine.scheduler import Scheduler
+from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
 
@@ -41,20 +39,26 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of usual proxies, so that they close a connection first."""
 FLUSH_SECONDS = 5
 """How long a client may take to read the end of its answer after the drain."""
-SWITCH_INTERVAL_SECONDS = 0.001
-"""How long the event loop may keep the loop's thread from taking the interpreter after a step."""
 EXIT_ENGINE_FAILED = 1
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """What a loader gives. `on_idle` is called when the loop has nothing to do."""
+class Model:
+    """How to load the parts of a model, each in the process that needs it.
 
-    runner: Runner
+    `load_runner` also gives what the loop calls when it has nothing to do.
+    """
+
+    load_runner: Callable[[], tuple[Runner, Callable[[], None] | None]]
+    load_tokenizer: Callable[[], Tokenizer]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    engine: EngineClient
     tokenizer: Tokenizer
-    on_idle: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +91,57 @@ class ServeError(Exception):
         self.exit_code = exit_code
 
 
-def run(options: ServeOptions, load: Callable[[], LoadedModel]) -> int:
-    """Serve until told to leave; returns the exit code. Raises what `load` raises, and ServeError."""
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+def run(options: ServeOptions, model: Model) -> int:
+    """Serve until told to leave; returns the exit code. Raises ModelError and ServeError."""
     with contextlib.ExitStack() as sockets:
         api_socket = sockets.enter_context(bind(options.host, options.port))
         admin_socket = sockets.enter_context(bind(options.host, options.admin_port))
+        end, process = _fork_engine(options, model, foreign=(api_socket, admin_socket))
+        sockets.enter_context(end)
+
+        async def load() -> LoadedModel:
+            return await connect(end, model, process=process, stall_seconds=options.stall_seconds)
 
         async def main() -> int:
-            process = Process(options, api_socket=api_socket, admin_socket=admin_socket)
-            process.handle_signals()
-            return await process.run(load)
+            serving = Process(options, api_socket=api_socket, admin_socket=admin_socket)
+            serving.handle_signals()
+            return await serving.run(load)
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(main())
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(main())
+        finally:
+            process.kill()
+
+
+def _fork_engine(
+    options: ServeOptions, model: Model, *, foreign: Sequence[socket.socket]
+) -> tuple[socket.socket, EngineProcess]:
+    """Start the engine's process; it shares what is imported so far, and must not keep the listeners open."""
+    end, engine_end = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for other in (end, *foreign):
+            other.close()
+
+        def load() -> Engine:
+            return load_engine(model, options)
+
+        run_engine(engine_end, load, parent=parent)
+    engine_end.close()
+    return end, EngineProcess(pid)
+
+
+def load_engine(model: Model, options: ServeOptions) -> Engine:
+    runner, on_idle = model.load_runner()
+    return build_engine(
+        runner,
+        options.settings,
+        prefix_caching=options.prefix_caching,
+        speculation=options.speculation,
+        on_idle=on_idle,
+    )
 
 
 def engine_version() -> str:
@@ -153,7 +194,7 @@ class Process:
         loop.add_signal_handler(signal.SIGTERM, self.leave.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
-    async def run(self, load: Callable[[], LoadedModel]) -> int:
+    async def run(self, load: Callable[[], Awaitable[LoadedModel]]) -> int:
         """Serve until `leave`; returns the exit code. Raises what `load` raises, and ServeError."""
         admin_task = asyncio.create_task(self._admin.serve([self._admin_socket]))
         try:
@@ -162,64 +203,70 @@ class Process:
             self._admin.should_exit = True
             await admin_task
 
-    async def _load(self, load: Callable[[], LoadedModel]) -> LoadedModel:
-        """Load in a thread; told to leave meanwhile, the process ends without waiting for it."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[LoadedModel] = loop.create_future()
-
-        def work() -> None:
-            try:
-                model = load()
-            except Exception as error:  # noqa: BLE001  # it is raised where the future is awaited
-                loop.call_soon_threadsafe(_set_if_waiting, loaded, None, error)
-            else:
-                loop.call_soon_threadsafe(_set_if_waiting, loaded, model, None)
-
-        threading.Thread(target=work, name="load", daemon=True).start()
+    async def _load(self, load: Callable[[], Awaitable[LoadedModel]]) -> LoadedModel:
+        """Told to leave meanwhile, the process ends without waiting, and the engine's with it."""
+        loading = asyncio.ensure_future(load())
         leave = asyncio.create_task(self.leave.wait())
         try:
-            await asyncio.wait((loaded, leave), return_when=asyncio.FIRST_COMPLETED)
-            if loaded.done():
-                return loaded.result()
+            await asyncio.wait((loading, leave), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                return loading.result()
         finally:
             leave.cancel()
         logger.info("told to leave while loading")
-        # A thread inside native code would keep the interpreter from ending.
         logging.shutdown()
         os._exit(0)
 
     async def _serve(self, model: LoadedModel) -> int:
         options = self._options
-        engine, batching = _build_engine(model, options)
+        engine, info = model.engine, model.engine.info
+        counts = new_counts(options.settings.patterns)
+        batching = LiveBatching(
+            engine,
+            initial_state(options.settings.settings, options.settings.generation),
+            options.settings.envelope,
+            counts=counts,
+        )
         drain = Drain(
             lambda: engine.unfinished,
             lambda message: _abort_all(engine, message),
             endpoint_removal_seconds=options.endpoint_removal_seconds,
         )
-        info = model.runner.info
         limits = Limits(
             options.served_names,
             info.max_model_len,
-            engine.scheduler.blocks.usable * info.block_tokens,
+            (info.kv_blocks - 1) * info.block_tokens,
             options.max_queued,
             structured_outputs=info.structured_outputs,
         )
+
+        async def render_metrics() -> bytes:
+            report = await engine.report()
+            snapshot = _with_settings(report.snapshot, batching)
+            return await asyncio.to_thread(
+                render,
+                add_counts(report.counts, counts),
+                snapshot,
+                model_name=options.served_names[0],
+                block_tokens=info.block_tokens,
+            )
+
         parts = ApiParts(
             completions=Completions(engine, model.tokenizer, limits),
             drain=drain,
-            metrics=engine.metrics,
+            render_metrics=render_metrics,
             is_healthy=lambda: probe_live(self.state)[0],
             version=engine_version(),
             created=int(time.time()),
         )
         api = _listener(create_api(parts, api_keys=options.api_keys))
-        engine.start()
         api_task = asyncio.create_task(api.serve([self._api_socket]))
         while not api.started and not api_task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.01)
         gc.freeze()
         self.state.loaded = Loaded(
             engine,
+            render_metrics,
             batching,
             drain,
             runner=options.runner,
@@ -239,9 +286,9 @@ class Process:
         finally:
             api.should_exit = self._admin.should_exit = True
             await api_task
-            engine.stop()
+            await engine.stop()
 
-    async def _until_left(self, engine: Engine, drain: Drain, api_task: asyncio.Task[None]) -> int:
+    async def _until_left(self, engine: EngineClient, drain: Drain, api_task: asyncio.Task[None]) -> int:
         leave = asyncio.create_task(self.leave.wait())
         failed = asyncio.create_task(engine.failed.wait())
         try:
@@ -283,70 +330,36 @@ class Process:
         return AdminKeys(options.admin_keys, options.object_uid)
 
 
-def _build_engine(model: LoadedModel, options: ServeOptions) -> tuple[Engine, LiveBatching]:
-    info = model.runner.info
-    file = options.settings
-    host = HostPool(info.host_blocks) if info.host_blocks and options.prefix_caching else None
-    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=options.prefix_caching, host=host)
-    scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=options.speculation)
-    metrics = EngineMetrics(
-        options.served_names[0],
-        patterns=file.patterns,
-        block_tokens=info.block_tokens,
-        snapshot=lambda: _snapshot(engine, batching),
-    )
-    engine = Engine(model.runner, scheduler, metrics=metrics, on_idle=model.on_idle)
-    batching = LiveBatching(engine, initial_state(file.settings, file.generation), file.envelope)
-    return engine, batching
-
-
-def _snapshot(engine: Engine, batching: LiveBatching) -> Snapshot:
-    scheduler, runner = engine.scheduler, engine.runner
-    pool, info, state = scheduler.blocks, runner.info, batching.state
-    host = host_memory_bytes()
-    memory = {"weights": info.weight_bytes, "kv": info.kv_token_bytes * info.block_tokens * info.kv_blocks}
-    return Snapshot(
-        running=scheduler.running,
-        waiting=scheduler.waiting,
-        waiting_prompt_tokens=scheduler.waiting_prompt_tokens,
-        running_context_tokens=scheduler.running_context_tokens,
-        running_output_past_edges=scheduler.running_output_past_edges,
-        kv_used=pool.used,
-        kv_cached=pool.cached,
-        kv_free=pool.free,
-        preemptions=scheduler.preemptions,
+def _with_settings(snapshot: Snapshot, batching: LiveBatching) -> Snapshot:
+    """What the engine reported, with the settings that were asked for and their bounds."""
+    state, envelope = batching.state, batching.envelope
+    return replace(
+        snapshot,
         spec=state.spec,
-        effective=scheduler.settings,
         capacity=BatchSettings(
-            batching.envelope.max_num_seqs[1],
-            batching.envelope.max_num_batched_tokens[1],
-            batching.envelope.long_prefill_token_threshold[1],
+            envelope.max_num_seqs[1], envelope.max_num_batched_tokens[1], envelope.long_prefill_token_threshold[1]
         ),
         settings_generation=state.generation,
-        step_model=runner.step_model or engine.fit.model,
-        step_model_residual_ratio=engine.fit.residual_ratio,
-        step_model_samples=engine.fit.samples,
-        memory_bytes=memory if host is None else {**memory, "host": host},
-        start_seconds=runner.start_seconds,
-        drafted_tokens=scheduler.drafted_tokens,
-        accepted_tokens=scheduler.accepted_tokens,
-        host=None if pool.host is None else _host_use(pool.host, info),
     )
 
 
-def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
-    return HostUse(
-        slots=host.slots,
-        used=host.used,
-        stored_blocks=host.stored_blocks,
-        loaded_blocks=host.loaded_blocks,
-        block_tokens=info.block_tokens,
-        block_bytes=info.block_tokens * info.kv_token_bytes,
-    )
+async def connect(
+    end: socket.socket, model: Model, *, process: EngineProcess | None, stall_seconds: float
+) -> LoadedModel:
+    """The tokenizer, read here, and the engine that another process loads meanwhile."""
+    silence_seconds = min(SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, stall_seconds))
+    try:
+        engine, tokenizer = await asyncio.gather(
+            EngineClient.connect(end, process=process, silence_seconds=silence_seconds),
+            asyncio.to_thread(model.load_tokenizer),
+        )
+    except EngineGone as error:
+        raise ServeError("EngineFailed", str(error), exit_code=EXIT_ENGINE_FAILED) from error
+    return LoadedModel(engine, tokenizer)
 
 
-def _abort_all(engine: Engine, message: str) -> None:
-    for request in engine.scheduler.live_requests():
+def _abort_all(engine: EngineClient, message: str) -> None:
+    for request in engine.live_requests():
         engine.abort(request.id, error=message)
 
 
@@ -361,12 +374,3 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise ServeError("PortUnavailable", f"{host}:{port} cannot be used: {error.strerror}", exit_code=2) from error
     return bound
-
-
-def _set_if_waiting(future: "asyncio.Future[LoadedModel]", model: LoadedModel | None, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    elif model is not None:
-        future.set_result(model)

@@ -6,7 +6,7 @@ Imports no torch. Built by `serve`.
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate_engine.completions import Completions, Generation
 from tidegate_engine.drain import Drain
-from tidegate_engine.metrics import CONTENT_TYPE, EngineMetrics
+from tidegate_engine.engine_client import EngineGone
+from tidegate_engine.metrics import CONTENT_TYPE
 from tidegate_engine.openai import (
     ApiError,
     ChatCall,
@@ -31,6 +32,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 CLIENT_CLOSED_REQUEST = 499
 DRAIN_RETRY_AFTER_SECONDS = 5
+METRICS_TIMEOUT_SECONDS = 5.0
 
 
 class JsonResponse(Response):
@@ -132,7 +134,7 @@ class ApiParts:
 
     completions: Completions
     drain: Drain
-    metrics: EngineMetrics
+    render_metrics: Callable[[], Awaitable[bytes]]
     is_healthy: Callable[[], bool]
     version: str
     created: int
@@ -189,7 +191,7 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await asyncio.to_thread(parts.metrics.render), media_type=CONTENT_TYPE)
+        return await metrics_page(parts.render_metrics)
 
     @app.get("/version")
     async def version() -> Response:
@@ -220,13 +222,22 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
 
 
 def _load(completions: Completions) -> Mapping[str, int]:
-    scheduler = completions.engine.scheduler
+    status = completions.engine.status()
     return {
-        "server_load": scheduler.running + scheduler.waiting,
-        "requests_running": scheduler.running,
-        "requests_waiting": scheduler.waiting,
-        "max_num_seqs": scheduler.settings.max_num_seqs,
+        "server_load": status.running + status.waiting,
+        "requests_running": status.running,
+        "requests_waiting": status.waiting,
+        "max_num_seqs": status.settings.max_num_seqs,
     }
+
+
+async def metrics_page(render_metrics: Callable[[], Awaitable[bytes]]) -> Response:
+    """What Prometheus reads; 503 while the engine does not tell, since old numbers would look like new ones."""
+    try:
+        page = await asyncio.wait_for(render_metrics(), METRICS_TIMEOUT_SECONDS)
+    except (EngineGone, TimeoutError):
+        return Response("the engine does not answer\n", 503, media_type="text/plain")
+    return Response(page, media_type=CONTENT_TYPE)
 
 
 async def _respond(generation: Generation, request: Request, *, stream: bool) -> Response:

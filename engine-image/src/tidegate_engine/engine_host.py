@@ -1,0 +1,191 @@
+"""The engine's process: loads the model, runs the engine loop, and serves it to the HTTP process over a socket.
+
+It ends when the other end is gone. Signals that end a service go to both processes: this one leaves them to the other,
+which drains. Forked by `serve` before anything has threads.
+"""
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import uvloop
+
+from tidegate_engine import engine_wire as wire
+from tidegate_engine.engine import Engine, Output
+from tidegate_engine.engine_wire import Frame, Link, Row
+from tidegate_engine.request import FinishReason, Request
+from tidegate_engine.weights import ModelError
+
+BEAT_SECONDS = 0.5
+"""How often the HTTP process hears from this one, whatever the loop does."""
+SWITCH_INTERVAL_SECONDS = 0.001
+"""How long the event loop may keep the loop's thread from taking the interpreter after a step."""
+PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+def run_engine(end: socket.socket, load: Callable[[], Engine], *, parent: int) -> NoReturn:
+    """Be the engine's process, to its end."""
+    code = 1
+    try:
+        _die_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(host_engine(end, load))
+        code = 0
+    except Exception:
+        logger.exception("the engine's process failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)  # a thread inside native code would keep the interpreter from ending
+
+
+async def host_engine(end: socket.socket, load: Callable[[], Engine]) -> None:
+    """Load, then serve until the other end hangs up. A model that cannot be loaded is reported there."""
+    link = await Link.open(end)
+    try:
+        engine = await asyncio.to_thread(load)
+    except ModelError as error:
+        link.send("failed", error.reason, error.message)
+    except Exception as error:
+        logger.exception("the model could not be loaded")
+        link.send("failed", None, f"{type(error).__name__}: {error}")
+    else:
+        gc.freeze()
+        engine.start()
+        await _Host(engine, link).serve()
+        engine.stop()
+    await link.close()
+
+
+class _Host:
+    """Turns frames into calls of the engine, and its outputs into frames: one for all outputs of a step."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self._engine = engine
+        self._link = link
+        self._rows: list[Row] = []
+        self._unreadable = 0
+        self._answers: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        runner = self._engine.runner
+        self._link.send(
+            "ready", wire.plain(wire.INFO, runner.info), wire.plain(wire.SECONDS, runner.start_seconds)
+        )  # fmt: skip
+        beat = asyncio.create_task(self._beat())
+        failed = asyncio.create_task(self._tell_failure())
+        try:
+            while (frame := await self._link.receive()) is not None:
+                self._act(frame)
+        finally:
+            for task in (beat, failed, *self._answers.values()):
+                task.cancel()
+
+    def take(self, number: int, request: Request, output: Output) -> None:
+        """An output for the other side."""
+        self._put(wire.output_row(number, output, cached=request.num_cached))
+
+    def _put(self, row: Row) -> None:
+        """Rows that come in one turn of the event loop go in one frame."""
+        if not self._rows:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._rows.append(row)
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        self._send("outputs", rows)
+
+    def _send(self, kind: str, *fields: object) -> None:
+        """Every frame tells the status, so that the other side knows it without asking."""
+        status = self._engine.status()
+        status = replace(status, taken=status.taken + self._unreadable)
+        self._link.send(kind, wire.plain(wire.STATUS, status), *fields)
+
+    async def _beat(self) -> None:
+        while True:
+            self._send("beat")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _tell_failure(self) -> None:
+        await self._engine.failed.wait()
+        self._send("beat")
+
+    def _act(self, frame: Frame) -> None:
+        match frame:
+            case ["add", number, fields]:
+                self._add(number, fields)
+            case ["abort", request_id, reason, error]:
+                self._engine.abort(request_id, reason=FinishReason(reason), error=error)
+            case ["ask", number, name, argument]:
+                self._answers[number] = asyncio.create_task(self._answer(number, name, argument))
+            case ["cancel", number]:
+                if (task := self._answers.get(number)) is not None:
+                    task.cancel()
+            case _:
+                raise ValueError(f"a frame that nobody knows: {frame[0]!r}")
+
+    def _add(self, number: int, fields: object) -> None:
+        try:
+            request: Request = wire.REQUEST.validate_python(fields)
+        except ValueError as error:  # the other side's mistake, and the end of this one request only
+            logger.exception("a request cannot be read")
+            self._unreadable += 1
+            self._put(wire.output_row(number, Output(None, FinishReason.ERROR, f"unreadable: {error}"), cached=0))
+        else:
+            self._engine.submit(request, _Sink(self, number, request))
+
+    async def _answer(self, number: int, name: str, argument: Any) -> None:
+        value: object = None
+        error: str | None = None
+        try:
+            value = await self._ask(name, argument)
+        except Exception as problem:  # noqa: BLE001  # it belongs to whoever asked
+            error = f"{type(problem).__name__}: {problem}"
+        finally:
+            del self._answers[number]
+        self._send("answer", number, value, error)
+
+    async def _ask(self, name: str, argument: Any) -> object:
+        engine = self._engine
+        match name:
+            case "apply":
+                return await engine.apply(wire.SETTINGS.validate_python(argument))
+            case "flush":
+                return await engine.flush_cache()
+            case "report":
+                return wire.plain(wire.REPORT, engine.report())
+            case _:
+                raise ValueError(f"nobody can answer {name!r}")
+
+
+class _Sink:
+    """Where the engine puts the outputs of a request of the other side."""
+
+    __slots__ = ("_host", "_number", "_request")
+
+    def __init__(self, host: _Host, number: int, request: Request) -> None:
+        self._host = host
+        self._number = number
+        self._request = request
+
+    def push(self, output: Output) -> None:
+        self._host.take(self._number, self._request, output)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process with its parent, so that none is left behind with the memory of a model."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the kernel knew
+        os._exit(1)

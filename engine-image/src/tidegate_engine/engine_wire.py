@@ -1,0 +1,101 @@
+"""What the HTTP process and the engine process say to each other: frames of JSON, and how facts become JSON and back.
+
+Pure of both sides: `engine_client` speaks for the HTTP process, `engine_host` for the engine. A frame is four bytes of
+length and a JSON list that begins with its kind. Never pickle: a frame can hold nothing but plain facts.
+"""
+
+import asyncio
+import math
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+
+from tidegate_engine.engine import Output, Report, Status
+from tidegate_engine.request import FinishReason, Request, SampledToken, TokenLogprobs
+from tidegate_engine.runner import ModelInfo
+from tidegate_engine.settings import BatchSettings
+
+REQUEST = TypeAdapter(Request)
+STATUS = TypeAdapter(Status)
+REPORT = TypeAdapter(Report)
+INFO = TypeAdapter(ModelInfo)
+SETTINGS = TypeAdapter(BatchSettings)
+SECONDS = TypeAdapter(Mapping[str, float])
+_LENGTH = struct.Struct("!I")
+
+Frame = list[Any]
+Row = Sequence[Any]
+"""An output: the request's number, token id, is_eos, logprobs, finish reason, error, is_refusal, cached tokens."""
+
+
+class Link:
+    """One end of the socket. `send` never waits; `receive` gives None when the other end is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> "Link":
+        end.setblocking(False)
+        return cls(*await asyncio.open_unix_connection(sock=end))
+
+    def send(self, *frame: object) -> None:
+        data = orjson.dumps(frame)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Frame | None:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            frame: Frame = orjson.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return frame
+
+    async def close(self) -> None:
+        """Send what is left, and hang up."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+def plain(adapter: "TypeAdapter[Any]", value: object, *, exclude_defaults: bool = False) -> object:
+    """`value` as JSON knows it."""
+    return adapter.dump_python(value, mode="json", exclude_defaults=exclude_defaults)
+
+
+def output_row(number: int, output: Output, *, cached: int) -> Row:
+    token = output.token
+    if token is None:
+        return number, None, False, None, output.finish_reason, output.error, output.is_refusal, cached
+    logprobs = None if token.logprobs is None else _logprobs_row(token.logprobs)
+    return (
+        number, token.token_id, token.is_eos, logprobs,
+        output.finish_reason, output.error, output.is_refusal, cached,
+    )  # fmt: skip
+
+
+def read_output(row: Row) -> Output:
+    _, token_id, is_eos, logprobs, reason, error, is_refusal, _ = row
+    token = None
+    if token_id is not None:
+        token = SampledToken(token_id, is_eos, None if logprobs is None else _read_logprobs(logprobs))
+    return Output(token, None if reason is None else FinishReason(reason), error, is_refusal)
+
+
+def _logprobs_row(logprobs: TokenLogprobs) -> Row:
+    """JSON knows no infinity: the logprob of what cannot come is sent as null."""
+    top = [(token_id, value if math.isfinite(value) else None) for token_id, value in logprobs.top]
+    return logprobs.logprob if math.isfinite(logprobs.logprob) else None, top
+
+
+def _read_logprobs(row: Row) -> TokenLogprobs:
+    chosen, top = row
+    pairs = tuple((token_id, -math.inf if value is None else value) for token_id, value in top)
+    return TokenLogprobs(-math.inf if chosen is None else chosen, pairs)
