@@ -150,6 +150,19 @@ async def test_requests_on_their_way_wait_where_no_place_is_free_for_them() -> N
     await client.stop()
 
 
+async def test_a_number_that_no_frame_can_hold_is_refused_alone() -> None:
+    end, link = await links()
+    await send_ready(link)
+    client = await EngineClient.connect(end, process=None)
+    bad, good = Kept(), Kept()
+    client.submit(Request("bad", 1, 1, 0.0, prompt_ids=[1], params=SamplingParams(seed=1 << 70)), bad)
+    client.submit(Request("good", 1, 1, 0.0, prompt_ids=[1]), good)
+    assert [output.is_refusal for output in bad.outputs] == [True]
+    frame = await link.receive()
+    assert frame is not None and frame[:2] == ["add", 1] and frame[2]["id"] == "good"
+    await client.stop()
+
+
 @pytest.mark.parametrize("how", ["hangs up", "reports its failure", "says nothing"])
 async def test_who_waits_for_an_engine_that_fails_is_told(how: str) -> None:
     end, link = await links()

@@ -140,9 +140,15 @@ class EngineClient:
         if self.failure is not None:
             sink.push(_FAILED)
             return
-        self._number += 1
-        self._live[self._number] = _Live(request, sink)
-        self._link.send("add", self._number, wire.plain(wire.REQUEST, request, exclude_defaults=True))
+        number = self._number + 1
+        try:
+            self._link.send("add", number, wire.plain(wire.REQUEST, request, exclude_defaults=True))
+        except TypeError as error:
+            message = f"the request holds a value that cannot be sent to the engine: {error}"
+            sink.push(Output(None, FinishReason.ERROR, message, is_refusal=True))
+            return
+        self._number = number
+        self._live[number] = _Live(request, sink)
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
         """End a request in any state; one that has ended already is left alone."""

@@ -20,6 +20,11 @@ class OutputLengths:
         self._tail_weights = list(self._weights)
         self._tail_sums = list(self._sums)
 
+    @property
+    def is_experienced(self) -> bool:
+        """Whether anything was learnt."""
+        return self._tail_weights[0] > 0
+
     def learn(self, tokens: int) -> None:
         """A request ended by itself after `tokens` of output."""
         if self._tail_weights[0] >= WINDOW_REQUESTS:

@@ -5,7 +5,7 @@ to their end and the block pool's books; it knows no tokens' meaning, no text, n
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
@@ -500,11 +500,11 @@ class Scheduler:
         if self._stuck_at == pressure and self._running:
             return
         self._stuck_at = None
-        outstanding = sum([self._expected_output(request) for request in self._running])
+        outstanding = self._expected_output(self._running)
         passed: list[Request] = []
         while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
             request = self._waiting[len(passed)]
-            expected = outstanding + self._expected_output(request)
+            expected = outstanding + self._expected_output((request,))
             if self._place(request, self._reserved_blocks(expected) if self._running else 0):
                 outstanding = expected
                 del self._waiting[len(passed)]
@@ -544,12 +544,20 @@ class Scheduler:
         request.num_published = len(shared)  # what is copied back can be shared when the step has succeeded
         return True
 
-    def _expected_output(self, request: Request) -> float:
-        """Tokens that the request is likely to add."""
-        limit = min(request.max_tokens - request.output_tokens, EXPECTED_OUTPUT_CAP_TOKENS)
-        if request.params.ignore_eos:
-            return limit
-        return self._lengths.remaining(request.output_tokens, limit=limit)
+    def _expected_output(self, requests: Iterable[Request]) -> float:
+        """Tokens that the requests are likely to add."""
+        total = 0.0
+        lengths = self._lengths if self._lengths.is_experienced else None
+        for request in requests:
+            output_tokens = request.output_tokens
+            limit = request.max_tokens - output_tokens
+            if limit > EXPECTED_OUTPUT_CAP_TOKENS:
+                limit = EXPECTED_OUTPUT_CAP_TOKENS
+            if lengths is None or request.params.ignore_eos:
+                total += limit
+            else:
+                total += lengths.remaining(output_tokens, limit=limit)
+        return total
 
     def _reserved_blocks(self, output_tokens: float) -> int:
         """Blocks that admission must leave over: a watermark and a share of the output that is likely to come."""
