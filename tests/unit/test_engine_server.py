@@ -429,19 +429,19 @@ async def test_with_an_api_key_everything_but_health_and_metrics_needs_it(start_
 @pytest.mark.parametrize("stream", [False, True])
 async def test_clients_that_go_away_free_their_blocks(start_engine: StartEngine, stream: bool, loops: Loops) -> None:
     engine = await start_engine()
-    scheduler = loops[engine].scheduler
+    scheduler, counts = loops[engine].scheduler, loops[engine].metrics.counts
     body = json.dumps({"model": "fast", "prompt": [7] * 64, "max_tokens": 400, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
 
-    async def leave_early() -> None:
+    async def leave_early(arrived: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", engine.api_port)
         writer.write(head + body)
-        await (reader.read(1) if stream else until(lambda: scheduler.running > 0))
+        await (reader.read(1) if stream else until(lambda: sum(counts.arrived) == arrived))
         writer.close()
 
-    for _ in range(5):
-        await asyncio.gather(*(leave_early() for _ in range(4)))
-    await until(lambda: not scheduler.has_work)
+    for number in range(5):
+        await asyncio.gather(*(leave_early(4 * number + 4) for _ in range(4)))
+    await until(lambda: sum(counts.arrived) == 20 and not scheduler.has_work)
     async with http_of(engine) as http:
         metrics = (await http.get("/metrics")).text
     assert 'tidegate_engine_kv_blocks{state="used"} 0.0' in metrics
