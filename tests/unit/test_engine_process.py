@@ -33,7 +33,17 @@ LOGPROBS = st.builds(
     st.floats(max_value=0, allow_nan=False),
     st.lists(st.tuples(st.integers(0, 9), st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
 )
-TOKENS = st.builds(SampledToken, st.integers(0, 200_000), st.booleans(), st.none() | LOGPROBS, st.none())
+TOKENS = st.builds(
+    SampledToken,
+    st.integers(0, 200_000),
+    st.booleans(),
+    st.none() | LOGPROBS,
+    error=st.none(),
+    # What only the scheduler and the loop need stays on their side.
+    is_corrupted=st.just(False),
+    is_final=st.just(False),
+    following=st.just(()),
+)
 OUTPUTS = st.builds(
     Output, st.none() | TOKENS, st.none() | st.sampled_from(FinishReason), st.none() | st.text(), st.booleans()
 )

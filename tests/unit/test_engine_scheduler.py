@@ -860,9 +860,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
         host_slots=st.sampled_from([0, 1, 5, 30, 200]),
     )
-    def set_up(
-        self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None, host_slots: int
-    ) -> None:
+    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None, host_slots: int) -> None:
         self.scheduler = make_scheduler(
             BatchSettings(4, 16, 8),
             blocks=blocks,

@@ -40,9 +40,9 @@ from tidegate_engine.steptime import Profile, load_profile, profile_names
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
-    from tidegate_engine.completions import Tokenizer
     from tidegate_engine.runner import Runner
     from tidegate_engine.serve import Model
+    from tidegate_engine.tokenizer import ModelTokenizer
 
 TERMINATION_LOG = Path("/dev/termination-log")
 EXIT_CONFIG = 2
@@ -146,7 +146,7 @@ def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
     return Model(lambda: (_load_torch(args, precision), None), lambda: _load_tokenizer(args))
 
 
-def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
+def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)

@@ -106,24 +106,27 @@ def test_a_prefix_hit_gives_what_a_miss_gives(runner: TorchRunner, alone: list[l
     assert again.output_ids == alone[-1]
 
 
-@pytest.mark.parametrize("slots", [8, 200], ids=["narrow", "wide"])
+@pytest.mark.parametrize(("slots", "kv"), [(8, "auto"), (200, "auto"), (200, "fp8")])
 def test_a_prefix_that_was_in_host_memory_gives_what_a_miss_gives(
-    tiny_model: Path, runner: TorchRunner, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, slots: int
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, slots: int, kv: str
 ) -> None:
     measured = iter([1.0, 0.0])  # a step and a copy, so that keeping blocks pays
     monkeypatch.setattr(torch_runner, "_seconds", lambda work: (work(), next(measured))[1])
+    token_bytes = {"auto": 4 * 96, "fp8": 96 + 48}[kv]
     options = TorchOptions(
-        kv_blocks=40, block_tokens=BLOCK, threads=1, host_bytes=slots * BLOCK * runner.info.kv_token_bytes
+        precision=Precision(kv=kv), kv_blocks=40, block_tokens=BLOCK, threads=1, host_bytes=slots * BLOCK * token_bytes
     )
-    other = TorchRunner(tiny_model, options=options)
-    assert other.info.host_blocks == slots
+    runner = TorchRunner(tiny_model, options=options)
+    assert (runner.info.kv_token_bytes, runner.info.host_blocks) == (token_bytes, slots)
+    missed = serve(runner, PROMPTS[-1:], scheduler=new_scheduler(blocks=40))
     host = HostPool(slots)
     pool = BlockPool(40, BLOCK, host=host)
     scheduler = Scheduler(BatchSettings(4, 512, 512), pool, max_model_len=256)
-    assert serve(other, PROMPTS[-1:], scheduler=scheduler) == alone[-1:]
-    serve(other, [prompt(seed, 60) for seed in (50, 51)], scheduler=scheduler)  # more than the cache beside it
-    other._pool[:, :, pool._free] = torch.nan
-    assert serve(other, PROMPTS[-1:], scheduler=scheduler) == alone[-1:]
+    assert serve(runner, PROMPTS[-1:], scheduler=scheduler) == missed
+    serve(runner, [prompt(seed, 60) for seed in (50, 51)], scheduler=scheduler)  # more than the cache beside it
+    for part in runner._pool:
+        part[:, :, pool._free] = 0
+    assert serve(runner, PROMPTS[-1:], scheduler=scheduler) == missed
     assert host.stored_blocks > 0 and host.loaded_blocks > 0
 
 
