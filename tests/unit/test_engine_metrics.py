@@ -16,6 +16,7 @@ from tidegate_engine.metrics import (
     EngineMetrics,
     FinishedRequest,
     Histogram,
+    HostUse,
     Snapshot,
     add_counts,
     add_up,
@@ -216,6 +217,16 @@ def test_histograms_are_cumulative_inclusive_and_add_up(left: list[float], right
     assert total.sum == pytest.approx(sum(left) + sum(right))
     for bound, count in total.cumulative():
         assert count == sum(seconds <= float(bound) for seconds in [*left, *right])
+
+
+def test_host_memory_for_evicted_blocks_is_shown_where_there_is_some() -> None:
+    host = HostUse(slots=10, used=4, stored_blocks=7, loaded_blocks=3, block_tokens=16, block_bytes=1000)
+    samples = samples_of(now=replace(snapshot(), host=host))
+    assert value(samples, "tidegate_engine_host_kv_blocks", state="free") == 6
+    assert value(samples, "tidegate_engine_host_kv_bytes_total", direction="stored") == 7000
+    assert value(samples, "tidegate_engine_host_kv_bytes_total", direction="loaded") == 3000
+    assert value(samples, "tidegate_engine_host_cached_tokens_total") == 48
+    assert not [sample for sample in samples_of() if "host_kv" in sample.name]
 
 
 def test_what_two_processes_counted_is_shown_as_one() -> None:
