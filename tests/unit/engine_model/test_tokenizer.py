@@ -179,6 +179,26 @@ def test_templates_may_refuse_messages_in_their_own_words() -> None:
 def test_templates_have_the_tokens_the_loop_controls_and_plain_json() -> None:
     assert render("{{ bos_token }}{% for m in messages %}{% break %}{% endfor %}") == "<s>"
     assert render("{{ messages[1].content | tojson }}") == '"Hi <b>there</b> & you"'
+    assert render("""{{ {"b": "é", "a": 1} | tojson(true, none, (",", ":"), true) }}""") == '{"a":1,"b":"\\u00e9"}'
+    assert render("""{{ {"b": "é"} | tojson(indent=1, separators=(", ", ":")) }}""") == '{\n "b":"é"\n}'
+
+
+def test_what_a_template_marks_as_generated_is_text_as_any_other() -> None:
+    source = """
+        {%- for m in messages %}
+        {%- if m.role == "assistant" %}{% generation %}
+        {%- set said = m.content %}{{ "A:" + said }}{% endgeneration %}
+        {%- else %}{{ "Q:" + m.content | string | length | string }}{% endif %};
+        {%- endfor %}{{ said is defined }}"""
+    assert render(source) == "Q:9;Q:21;A:Hello.;Q:13;False"
+    with pytest.raises(ChatTemplateError, match=r"cannot be read: .*endgeneration"):
+        render("{% generation %}")
+
+
+def test_templates_multiply_what_they_need_for_a_layout() -> None:
+    assert render(
+        "{{ '-' * 3 }}{{ 2 * '=' }} {{ 6 * 7 }} {{ 2 ** 10 }} {{ 2.5 * 2 }} {{ 4 ** -1 }} {{ 'x' * -1 }}"
+    ) == ("---== 42 1024 5.0 0.25 ")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +209,13 @@ def test_templates_have_the_tokens_the_loop_controls_and_plain_json() -> None:
         "{% for x in range(999999999) %}{% endfor %}",
         "{{ messages[99].content.x }}",
         "{{ 1 / 0 }}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ 100000000000 * [0] }}",
+        "{% set n = messages | length * 10 ** 11 %}{{ 'a' * n }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 2 ** 20000 }}",
+        "{{ 'a'.index('b') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_a_template_that_oversteps_fails_as_one_request(source: str) -> None:
@@ -202,6 +229,19 @@ def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(writ
     bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         bare.chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "1" * 5000 + " }}",
+    ],
+)
+def test_a_template_too_large_to_compile_is_refused(write_tiny_model: WriteModel, source: str) -> None:
+    with pytest.raises(ModelError, match=r"ModelInvalid: .*its chat template cannot be read"):
+        load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": source}))
 
 
 def test_another_template_may_be_used_and_renders_tools(tokenizer: ModelTokenizer, real_model: Path) -> None:
