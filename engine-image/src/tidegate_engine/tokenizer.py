@@ -52,7 +52,7 @@ _RULES = {
 }
 """How a text is cut before merging, by the name that the file gives."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""With these a cut that is a token itself is not merged from smaller ones."""
+"""With these a cut that is a token itself is not merged from smaller ones; BOS is wanted unless the file says no."""
 
 
 def load_tokenizer(path: Path | str) -> "ModelTokenizer":
@@ -158,7 +158,6 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
     )
     if tokenizer.get_vocab_size() != len(tokens):
         raise file.invalid("is damaged: its vocabulary has a token twice")
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
     return TokenizerParts(
         tokenizer=tokenizer,
         pieces=[
@@ -166,10 +165,21 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
             for token, own in zip(tokens, types, strict=True)
         ],
         special_ids=frozenset(special),
-        bos_id=bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") else None,
+        bos_id=_bos_id(file, tokens),
         eos_token_ids=eos_token_ids(metadata),
         template=_template(file, tokens),
     )
+
+
+def _bos_id(file: GgufFile, tokens: Sequence[str]) -> int | None:
+    """The token that goes before a text; None = none does."""
+    kind, name, bos = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "bos_token_id"))
+    by_kind = kind == "llama" or name in _WHOLE_WORDS
+    if not isinstance(bos, int) or not file.metadata.get("tokenizer.ggml.add_bos_token", by_kind):
+        return None
+    if not 0 <= bos < len(tokens):
+        raise file.invalid(f"names the token {bos} as the beginning, and its vocabulary has {len(tokens)} tokens")
+    return bos
 
 
 def _parts_of_folder(folder: Path) -> TokenizerParts:
@@ -343,7 +353,7 @@ def _template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
     special = {}
     for name in ("bos", "eos"):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if isinstance(index, int) and index < len(tokens):
+        if isinstance(index, int) and 0 <= index < len(tokens):
             special[f"{name}_token"] = tokens[index]
     try:
         return ChatTemplate(source, special_tokens=special)

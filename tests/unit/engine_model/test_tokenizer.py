@@ -139,6 +139,24 @@ def test_bos_is_added_to_plain_texts_when_the_model_wants_it_and_never_to_chats(
     assert tokenizer.chat([{"role": "user", "content": "the"}]).count(1) == 2  # both are the template's
 
 
+@pytest.mark.parametrize(
+    ("name", "stated", "begins"),
+    [
+        *((name, None, True) for name in ("llama-bpe", "llama3", "llama-v3")),
+        ("llama-bpe", 0, False),
+        ("dbrx", None, False),
+        ("qwen2", None, False),
+    ],
+)
+def test_llama_3s_vocabularies_want_bos_unless_the_file_says_no(
+    write_tiny_model: WriteModel, name: str, stated: int | None, begins: bool
+) -> None:
+    metadata = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": stated}
+    tokenizer = load_tokenizer(write_tiny_model(metadata=metadata))
+    plain = tokenizer.encode("the", add_special=False)
+    assert tokenizer.encode("the") == ([1, *plain] if begins else plain)
+
+
 def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
     tokenizer = load_tokenizer(write_tiny_model())
     assert [tokenizer.token_bytes(token) for token in tokenizer.encode("in the")] == [b"in", b" the"]
@@ -155,6 +173,10 @@ def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
         ({"tokenizer.ggml.model": "llama"}, "has no tokenizer: tokenizer.ggml.scores is missing"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer: tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "is damaged: it has 263 tokens and 2 token types"),
+        (
+            {"tokenizer.ggml.add_bos_token": 1, "tokenizer.ggml.bos_token_id": 263},
+            "names the token 263 as the beginning, and its vocabulary has 263 tokens",
+        ),
         ({"tokenizer.ggml.merges": ["q zzz"]}, "is damaged: its merges do not fit its vocabulary"),
         ({"tokenizer.ggml.merges": ["th"]}, "is damaged: the merge 'th' has one part"),
     ],
