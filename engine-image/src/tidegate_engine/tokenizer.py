@@ -28,6 +28,8 @@ from tidegate_engine.weights import (
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
 MAX_PIECE_CHARACTERS = 1024
+MAX_TOKENS = 1 << 22
+"""Far more than any vocabulary has; a file may claim any number."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CUT = r"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -204,7 +206,11 @@ def _parts_of_folder(folder: Path) -> TokenizerParts:
     to_bytes = _byte_rule(description, path=path)
     texts = {_token_id(token): bool(token.get("special")) for token in added}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    last = max(vocabulary.values(), default=-1)
+    most = min(rows, MAX_TOKENS) if isinstance(rows, int) else MAX_TOKENS
+    if last >= most:
+        raise ModelError("ModelInvalid", f"{path} has a token with the number {last}; possible are those below {most}")
+    pieces = [b""] * (last + 1)
     for token, index in vocabulary.items():
         pieces[index] = token.encode() if index in texts else to_bytes(token)
     return TokenizerParts(
