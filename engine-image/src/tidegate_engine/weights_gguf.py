@@ -140,6 +140,11 @@ def read_config(file: GgufFile) -> DecoderConfig:
     embedding = file.tensors.get(_NAMES["embedding"])
     if embedding is None:
         raise file.invalid(f"lacks the tensor {_NAMES['embedding']}")
+    if len(embedding.shape) != 2 or 0 in embedding.shape:
+        raise file.invalid(f"has {embedding.name} in the shape {embedding.shape}; a row for each token is needed")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise file.invalid(f"has {len(tokens)} tokens, and {embedding.name} has {embedding.shape[0]} rows")
     count = metadata.whole("block_count")
     if count > len(file.tensors):
         raise file.invalid(f"is damaged: it claims {count} layers and has {len(file.tensors)} tensors")
