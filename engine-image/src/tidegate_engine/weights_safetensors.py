@@ -24,9 +24,9 @@ from tidegate_engine.safetensors_file import (
     read_checkpoint,
 )
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
-from tidegate_engine.weights import Source
+from tidegate_engine.weights import Source, and_others
 from tidegate_engine.weights_quantised import QuantisationError, Scheme, parts_of, read_scheme
-from tidegate_kernels.weight import Dense, Weight
+from tidegate_kernels.weight import Dense, Weight, slice_rows
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTISED_DTYPES = DTYPES | {
@@ -95,7 +95,8 @@ def load_safetensors(
     for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
         stored = _read_weight(model, tensor, maps)
         for name in names:
-            weight = _rows(stored, model.sources[name])
+            source = model.sources[name]
+            weight = slice_rows(stored, source.first_row, source.rows)
             wanted = precision.of(name, tied_head=config.tied_head)
             if wanted is not None:
                 parameters[name] = to_precision(name, weight, wanted)
@@ -122,15 +123,6 @@ def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) 
     if weight.shape != shape:
         raise checkpoint.invalid(f"has {module} in the shape {weight.shape}; expected is {shape}")
     return weight
-
-
-def _rows(stored: Weight, source: Source) -> Weight:
-    """The rows of a tensor that are one parameter's."""
-    if isinstance(stored, Dense):
-        return Dense(stored.values[source.first_row : source.first_row + source.rows])
-    if (source.first_row, source.rows) == (0, stored.shape[0]):
-        return stored
-    return stored.select(torch.arange(source.first_row, source.first_row + source.rows))
 
 
 def quantisation_of(folder: Path) -> str | None:
@@ -299,12 +291,12 @@ def _check_tensors(model: _Folder) -> None:
         modules = {tensor: parts_of(tensor.removesuffix(".weight"), checkpoint.tensors) for tensor in expected}
         quantised = {tensor: parts for tensor, parts in modules.items() if parts}
     if missing := sorted(expected.keys() - checkpoint.tensors.keys() - quantised.keys()):
-        raise checkpoint.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
+        raise checkpoint.invalid(f"lacks the tensor {missing[0]}{and_others(missing)}")
     known = expected.keys() | {name for parts in quantised.values() for name in parts.values()}
     if model.config.tied_head:
         known |= {_head_name(checkpoint)}
     if foreign := sorted(checkpoint.tensors.keys() - known):
-        raise checkpoint.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+        raise checkpoint.invalid(f"has the tensor {foreign[0]}{and_others(foreign)}, which this engine has no use for")
     for tensor in quantised:
         for name in quantised[tensor].values():
             if checkpoint.tensors[name].dtype not in QUANTISED_DTYPES:
@@ -337,7 +329,3 @@ def _check_tied_head(
 def _head_name(checkpoint: SafetensorsCheckpoint) -> str:
     prefix = _prefix(checkpoint)
     return f"{'' if prefix == _PREFIXES[2] else prefix}lm_head.weight"
-
-
-def _and_others(names: list[str]) -> str:
-    return f" and {len(names) - 1} others" if len(names) > 1 else ""
