@@ -33,6 +33,8 @@ QUANTISED_DTYPES = DTYPES | {
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+MAX_INDEX_DIGITS = 4
+"""Of a layer's number; Python refuses to read one of thousands of digits."""
 _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LLAMA = {
     "attention_norm": "input_layernorm",
@@ -268,7 +270,7 @@ def _stored_shapes(
     shapes: dict[str, tuple[int, ...]] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors):
         index, _, rest = module.removeprefix(stem).partition(".")
-        if module.startswith(stem) and index.isdecimal() and rest in parts:
+        if module.startswith(stem) and index.isdecimal() and len(index) <= MAX_INDEX_DIGITS and rest in parts:
             shape = _module_shape(checkpoint, module, scheme)
             if shape is not None:
                 shapes[f"layers.{int(index)}.{parts[rest]}"] = shape
