@@ -248,7 +248,7 @@ async def test_a_call_that_is_still_being_prepared_is_not_cut_by_a_drain(start_e
     async def chunks() -> AsyncIterator[bytes]:
         yield body[:9]
         async with asyncio.timeout(20):
-            while not drain._has_work:
+            while not drain._has_work:  # noqa: ASYNC110  # it has no event
                 await asyncio.sleep(0.001)
         drained.append(drain.begin(60, at_once=True))
         await asyncio.wait(drained, timeout=0.1)
@@ -267,7 +267,7 @@ async def test_at_the_timeout_also_what_was_being_prepared_is_aborted() -> None:
     with drain.preparing():
         task = drain.begin(0)
         async with asyncio.timeout(20):
-            while len(aborted) < 2:
+            while len(aborted) < 2:  # noqa: ASYNC110  # it has no event
                 await asyncio.sleep(0)
         assert not task.done()
     await asyncio.wait_for(task, timeout=20)

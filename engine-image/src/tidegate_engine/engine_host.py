@@ -130,8 +130,8 @@ class _Host:
             case ["abort", request_id, reason, error]:
                 self._engine.abort(request_id, reason=FinishReason(reason), error=error)
             case ["ask", number, name, argument]:
-                task = self._answers[number] = asyncio.create_task(self._answer(number, name, argument))
-                task.add_done_callback(lambda _: self._answers.pop(number, None))
+                answer = self._answers[number] = asyncio.create_task(self._answer(number, name, argument))
+                answer.add_done_callback(lambda _: self._answers.pop(number, None))
             case ["cancel", number]:
                 if (task := self._answers.get(number)) is not None:
                     task.cancel()
