@@ -109,6 +109,8 @@ async def test_a_call_that_asks_nothing_is_answered_as_loading(client: ollama.As
         ("chat", {"model": "fast", "messages": [{"role": "user", "content": "x", "images": ["eA=="]}]}, 400, "images"),
         ("chat", {"model": "fast", "messages": USER, "tools": TOOLS}, 400, "--tool-call-parser"),
         ("generate", {"model": "fast", "prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("generate", {"model": "fast", "prompt": "x", "options": {"repeat_penalty": 1e-300}}, 400, "repeat_penalty"),
+        ("generate", {"model": "fast", "prompt": "x", "options": {"seed": 1 << 63}}, 400, "options.seed"),
         ("chat", {"messages": USER}, 400, "model"),
     ],
 )

@@ -297,6 +297,17 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "messages.0.content",
         "invalid_value",
     ),
+    *(
+        ("completions", {"model": "fast", "prompt": "x", field: value}, 400, field, "invalid_value")
+        for field, value in [
+            ("repetition_penalty", 1e-300),
+            ("repetition_penalty", 1e300),
+            ("seed", 1 << 63),
+            ("seed", -(1 << 70)),
+            ("top_k", 1 << 64),
+        ]
+    ),
+    ("completions", {"model": "fast", "prompt": [[1]] * 9, "n": 15}, 400, "n", "invalid_value"),
     ("completions", {"model": "fast", "prompt": "x", "priority": 1}, 400, "priority", "unsupported_parameter"),
     ("completions", {"model": "fast", "prompt": "x", "priority": 9999}, 400, "priority", "invalid_value"),
     ("embeddings", {"model": "fast", "input": "x"}, 400, "model", "unsupported_parameter"),

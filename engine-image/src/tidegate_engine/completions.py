@@ -36,6 +36,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat may fill the context."""
 INLINE_ENCODE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, so that the event loop stays free."""
+MAX_REQUESTS_PER_CALL = 128
+"""Prompts times `n`: each holds memory in both processes while it waits."""
 RETRY_AFTER_SECONDS = 1
 GRAMMAR_SECONDS = 5.0
 """How long the check of a schema or grammar may take."""
@@ -324,12 +326,18 @@ class Completions:
         self, call: CompletionCall, *, arrival: float, make_wire: Callable[[], Wire] | None = None
     ) -> Generation:
         self._check(call)
+        asked = call.prompts()
+        if len(asked) * (call.n or 1) > MAX_REQUESTS_PER_CALL:
+            message = (
+                f"{len(asked)} prompts with n = {call.n} are more than {MAX_REQUESTS_PER_CALL} answers in one call"
+            )
+            raise ApiError(400, message, param="n", code="invalid_value")
         params = await self._params(call, logprobs=call.logprobs)
         wanted = DEFAULT_COMPLETION_TOKENS if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
         policy = call.context_policy or self.limits.context_policy
         prompts = []
-        for prompt in call.prompts():
+        for prompt in asked:
             ids = prompt if isinstance(prompt, list) else await self.encode(prompt)
             has_bos = bool(ids) and isinstance(prompt, str) and not self.tokenizer.token_bytes(ids[0])
             prompts.append(fit_ids(ids, room=plan.prompt_room(self.limits), policy=policy, has_bos=has_bos))

@@ -22,9 +22,12 @@ from tidegate_engine.openai import (
     Delta,
     Ending,
     MessageToolCall,
+    RepetitionPenalty,
+    Seed,
     StopList,
     TokenEntry,
     Tool,
+    TopK,
     validated,
 )
 from tidegate_engine.runner import ModelInfo
@@ -46,12 +49,12 @@ class Options(BaseModel):
     num_predict: int | None = None
     """Below 1 = until the model ends or the context is full."""
     temperature: float | None = Field(None, ge=0, le=2)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: TopK | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopList | None = None
-    repeat_penalty: float | None = Field(None, gt=0)
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
 

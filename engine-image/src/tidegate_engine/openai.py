@@ -38,6 +38,9 @@ DONE = b"data: [DONE]\n\n"
 
 CallT = TypeVar("CallT", bound=BaseModel)
 Bias = Annotated[float, Field(ge=-100, le=100)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+TopK = Annotated[int, Field(ge=-1, le=(1 << 31) - 1)]
 StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 
@@ -70,12 +73,12 @@ class CallFields(StructureFields):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: StopList | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
