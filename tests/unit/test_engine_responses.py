@@ -99,7 +99,7 @@ def test_a_call_joins_the_text_that_the_model_said_before_it() -> None:
         {"type": "function_call_output", "call_id": "a", "output": "at noon"},
         {**call, "call_id": "c"},
     ]
-    messages = ResponseCall(model="fast", input=history).as_chat().messages
+    messages = ResponseCall.model_validate({"model": "fast", "input": history}).as_chat().messages
     assert [(message.role, message.text()) for message in messages] == [
         ("user", "When?"), ("assistant", "I look."), ("tool", "at noon"), ("assistant", ""),
     ]  # fmt: skip
