@@ -289,7 +289,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
             return JsonResponse(wire.loaded())
         inner = call.as_call(names)
         if isinstance(inner, CompletionCall):
-            generation = await completions.begin_completion(inner, arrival=arrival, make_wire=lambda: wire)
+            generation = await completions.begin_completion(
+                inner, arrival=arrival, make_wire=lambda: wire, default_tokens=None
+            )
         else:
             generation = await completions.begin_chat(inner, arrival=arrival, make_wire=lambda: wire)
         return await _respond(generation, request, stream=call.stream is not False)
@@ -325,25 +327,12 @@ def _add_token_routes(app: FastAPI, parts: ApiParts) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         call = parse(TokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        if (call.prompt is None) == (call.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-        if call.messages is not None:
-            ids = await completions.encode_chat(
-                call.messages, call.tools or (), add_generation_prompt=call.add_generation_prompt
-            )
-        else:
-            ids = await completions.encode(call.prompt or "", add_special=call.add_special_tokens is not False)
-        tokens = [completions.tokenizer.decode([token_id]) for token_id in ids] if call.return_token_strs else None
-        body = {"count": len(ids), "max_model_len": completions.limits.max_model_len, "tokens": ids}
-        return JsonResponse({**body, "token_strs": tokens})
+        return JsonResponse(await completions.tokenize(call))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         call = parse(DetokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        completions.check_ids(call.tokens, param="tokens")
-        return JsonResponse({"prompt": completions.tokenizer.decode(call.tokens)})
+        return JsonResponse(await completions.detokenize(call))
 
 
 def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:

@@ -93,7 +93,8 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; with a leading BOS when the model wants one and `add_special` is true."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        # Only the batch's call releases the interpreter: a long text in a thread would else stop the event loop.
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0].ids
         return [self._bos_id, *ids] if add_special and self._bos_id is not None else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -4,6 +4,8 @@ transformers' own GGUF conversion ignores the file's pre-tokeniser, so the oracl
 in pieces as the `smollm` rule cuts it: every numeric character by itself.
 """
 
+import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from itertools import pairwise
@@ -111,6 +113,27 @@ def test_the_tokens_bytes_make_up_the_text(tokenizer: ModelTokenizer, known_byte
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.decode(ids) == text
+
+
+def test_other_threads_run_while_a_long_text_is_cut(tokenizer: ModelTokenizer) -> None:
+    order: list[str] = []
+    text = " ".join(map(str, range(40_000)))
+
+    def cut() -> None:
+        tokenizer.encode(text)
+        order.append("cut")
+
+    thread = threading.Thread(target=cut)
+    interval = sys.getswitchinterval()
+    # No thread is stopped in its work, so the other one runs only where the first lets go by itself.
+    sys.setswitchinterval(60)
+    try:
+        thread.start()
+        order.append("other")
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert order == ["other", "cut"]
 
 
 def test_special_tokens_are_read_by_name_and_add_no_text(tokenizer: ModelTokenizer) -> None:
