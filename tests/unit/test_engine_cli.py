@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate_engine import cli
+from tidegate_engine import cli, serve
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile, settings_file_dict
 
 MODELLED = ["serve", "--runner", "modelled", "--profile", "l4-llama-3.1-8b"]
@@ -87,6 +87,24 @@ def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(termination_lo
         port = taken.getsockname()[1]
         assert cli.main([*MODELLED, "--host", "127.0.0.1", "--port", str(port)]) == 2
     assert termination_log.read_text().startswith(f"PortUnavailable: 127.0.0.1:{port} cannot be used")
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [([], 8 * 256), (["--max-num-seqs", "300"], 8 * 300), (["--max-num-queued-reqs", "5"], 5)],
+)
+def test_the_queue_has_an_end_also_when_no_flag_says_where(
+    flags: list[str], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[serve.ServeOptions] = []
+
+    def run(options: serve.ServeOptions, _: serve.Model) -> int:
+        taken.append(options)
+        return 0
+
+    monkeypatch.setattr(serve, "run", run)
+    assert cli.main([*MODELLED, *flags]) == 0
+    assert [options.max_queued for options in taken] == [most]
 
 
 def test_without_a_termination_log_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

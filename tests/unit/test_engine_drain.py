@@ -238,6 +238,41 @@ async def test_a_timeout_below_the_removal_of_the_endpoints_still_serves_who_can
         assert answer.status_code == 200
 
 
+async def test_a_call_that_is_still_being_prepared_is_not_cut_by_a_drain(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    assert engine.state.loaded is not None
+    drain = engine.state.loaded.drain
+    body = json.dumps({"model": "fast", "prompt": "x", "max_tokens": 2}).encode()
+    drained: list[asyncio.Task[None]] = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield body[:9]
+        async with asyncio.timeout(20):
+            while not drain._has_work:  # noqa: ASYNC110  # it has no event
+                await asyncio.sleep(0.001)
+        drained.append(drain.begin(60, at_once=True))
+        await asyncio.wait(drained, timeout=0.1)
+        assert drain.phase is DrainPhase.REFUSING
+        yield body[9:]
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30) as api:
+        answer = await api.post("/v1/completions", content=chunks())
+    assert answer.status_code == 200
+    await asyncio.wait_for(drained[0], timeout=20)
+
+
+async def test_at_the_timeout_also_what_was_being_prepared_is_aborted() -> None:
+    aborted: list[str] = []
+    drain = Drain(lambda: 0, aborted.append, endpoint_removal_seconds=0)
+    with drain.preparing():
+        task = drain.begin(0)
+        async with asyncio.timeout(20):
+            while len(aborted) < 2:  # noqa: ASYNC110  # it has no event
+                await asyncio.sleep(0)
+        assert not task.done()
+    await asyncio.wait_for(task, timeout=20)
+
+
 async def test_the_timeout_of_a_final_drain_overrules_a_longer_one_before() -> None:
     now = [100.0]
     drain = Drain(lambda: 1, lambda _: None, endpoint_removal_seconds=0, clock=lambda: now[0])

@@ -8,6 +8,7 @@ import httpx
 import ollama
 import pytest
 
+from tidegate_engine.ollama import OllamaChatCall
 from tidegate_engine.serve import Process
 
 StartEngine = Callable[..., Awaitable[Process]]
@@ -85,9 +86,50 @@ async def test_tools_come_back_as_calls(start_engine: StartEngine, make_script: 
     assert "at noon" in runner.prompts[1] and '"port": "Brest"' in runner.prompts[1]
 
 
+def test_calls_without_ids_get_stable_ones_that_their_answers_name() -> None:
+    call: Any = {"function": {"name": "tide", "arguments": {}}}
+    own: Any = {"id": "abc", **call}
+    messages: Any = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call, call]},
+        {"role": "tool", "content": "noon"},
+        {"role": "tool", "content": "six"},
+        {"role": "assistant", "tool_calls": [own]},
+        {"role": "tool", "content": "late"},
+        {"role": "tool", "content": "stray"},
+    ]
+    chat = OllamaChatCall.model_validate({"model": "fast", "messages": messages}).as_chat(("fast",))
+    calls = [call.id for message in chat.messages for call in message.tool_calls or ()]
+    answers = [message.tool_call_id for message in chat.messages if message.role == "tool"]
+    assert calls == ["000001000", "000001001", "abc"]
+    assert answers == [*calls, None]
+
+
+async def test_a_number_of_any_length_passes_through_a_call(start_engine: StartEngine, make_script: MakeScript) -> None:
+    number = "9" * 400
+    script = f'<tool_call>{{"name": "tide", "arguments": {{"port": {number}}}}}</tool_call>'
+    engine = await start_engine(runner=make_script(script, ends=True), tool_call_parser="hermes")
+    answer = await client_of(engine).chat(model="fast", messages=USER, tools=TOOLS)
+    assert [dict(call.function.arguments) for call in answer.message.tool_calls or ()] == [{"port": int(number)}]
+
+
+async def test_a_raw_prompt_without_a_limit_is_answered_to_the_end(
+    start_engine: StartEngine, make_script: MakeScript
+) -> None:
+    script = "tide" * 40
+    client = client_of(await start_engine(runner=make_script(script, ends=True)))
+    answer = await client.generate(model="fast", prompt="When?", raw=True)
+    assert (answer.response, answer.done_reason) == (script, "stop")
+
+
 async def test_the_model_is_listed_and_shown(client: ollama.AsyncClient) -> None:
-    assert [model.model for model in (await client.list()).models] == ["fast", "also-fast"]
+    listed = (await client.list()).models
+    assert [model.model for model in listed] == ["fast", "also-fast"]
     loaded = (await client.ps()).models
+    digests = [model.digest or "" for model in listed]
+    assert digests == [model.digest for model in loaded]
+    # Ollama's client slices the first twelve digits.
+    assert len(set(digests)) == 2 and all(len(digest) == 64 for digest in digests)
     assert [(model.name, model.context_length) for model in loaded] == [("fast", 512), ("also-fast", 512)]
     shown = await client.show("fast:latest")
     assert shown.capabilities == ["completion"]
@@ -109,6 +151,8 @@ async def test_a_call_that_asks_nothing_is_answered_as_loading(client: ollama.As
         ("chat", {"model": "fast", "messages": [{"role": "user", "content": "x", "images": ["eA=="]}]}, 400, "images"),
         ("chat", {"model": "fast", "messages": USER, "tools": TOOLS}, 400, "--tool-call-parser"),
         ("generate", {"model": "fast", "prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("generate", {"model": "fast", "prompt": "x", "options": {"repeat_penalty": 1e-300}}, 400, "repeat_penalty"),
+        ("generate", {"model": "fast", "prompt": "x", "options": {"seed": 1 << 63}}, 400, "options.seed"),
         ("chat", {"messages": USER}, 400, "model"),
     ],
 )

@@ -125,5 +125,8 @@ def test_bytes_of_a_policy_are_those_of_its_parts() -> None:
     policy = parse_precision("{attn: int8, mlp: int4, lm_head: stored}")
     expected = 6800 + 256 + (64 * 64 + 64 * 4) + (96 * 64 // 2 + 96 * 4)
     assert weight_bytes(policy, SHAPES, STORED_BYTES, tied_head=True) == expected
+    in_fp32 = STORED_BYTES | {"embedding": 25_600}
+    assert weight_bytes(policy, SHAPES, in_fp32, tied_head=True) == expected - 6800 + 2 * 25_600
+    assert weight_bytes(parse_precision("stored"), SHAPES, in_fp32, tied_head=False) == sum(in_fp32.values())
     assert matrix_bytes("fp8-block128", (130, 256)) == 130 * 256 + 2 * 2 * 4
     assert matrix_bytes("int3-g32", (8, 64)) == 8 * 64 * 3 // 8 + 8 * 2 * 4

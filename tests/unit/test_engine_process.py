@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from tidegate_engine import engine_wire as wire
 from tidegate_engine.engine import Health, Output, Report, Status
 from tidegate_engine.engine_client import EngineClient, EngineGone
+from tidegate_engine.engine_host import _Host
 from tidegate_engine.engine_wire import Link
 from tidegate_engine.metrics import EngineMetrics, Snapshot
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams, TokenLogprobs
@@ -70,12 +72,12 @@ def test_a_request_crosses_whole(params: SamplingParams, prompt: list[int], salt
     request = Request(
         "cmpl-1-0", len(prompt), 9, 123.456, prompt_ids=prompt, params=params, priority=-2, cache_salt=salt
     )
-    sent = wire.plain(wire.REQUEST, request, exclude_defaults=True)
-    got = wire.REQUEST.validate_python(orjson.loads(orjson.dumps(sent)))
+    facts, ids = orjson.loads(orjson.dumps([wire.request_facts(request), request.prompt_ids]))
+    got = wire.read_request(facts, ids)
     assert asdict(got) == asdict(request)
 
 
-def test_a_report_crosses_whole() -> None:
+def make_report() -> Report:
     metrics = EngineMetrics(DEFAULT_PATTERNS)
     metrics.first_token(2, ttft_seconds=0.25, queue_seconds=0.1)
     limits = BatchSettings(4, 1024, 256)
@@ -99,7 +101,11 @@ def test_a_report_crosses_whole() -> None:
         memory_bytes={"weights": 100},
         start_seconds={"weights": 1.5},
     )
-    report = Report(metrics.counts, snapshot)
+    return Report(metrics.counts, snapshot)
+
+
+def test_a_report_crosses_whole() -> None:
+    report = make_report()
     got = wire.REPORT.validate_python(orjson.loads(orjson.dumps(wire.plain(wire.REPORT, report))))
     assert asdict(got) == asdict(report)
 
@@ -174,7 +180,61 @@ async def test_a_number_that_no_frame_can_hold_is_refused_alone() -> None:
     await client.stop()
 
 
-@pytest.mark.parametrize("how", ["hangs up", "reports its failure", "says nothing"])
+async def test_a_prompt_is_sent_once_for_all_its_choices() -> None:
+    end, link = await links()
+    await send_ready(link)
+    client = await EngineClient.connect(end, process=None)
+    first, second = [1, 2, 3], [1, 2, 3]
+    for number, prompt in enumerate([first, first, second, second, first]):
+        params = SamplingParams(seed=1 << 70 if number == 2 else number)
+        client.submit(Request(f"r{number}", 3, 1, 0.0, prompt_ids=prompt, params=params), Kept())
+    frames = [await link.receive() for _ in range(4)]
+    assert [frame and (frame[2]["id"], frame[3]) for frame in frames] == [
+        ("r0", first), ("r1", None), ("r3", second), ("r4", first),
+    ], "what could not be sent brought no ids"  # fmt: skip
+    await client.stop()
+
+
+async def test_metrics_count_requests_on_their_way_as_waiting() -> None:
+    end, link = await links()
+    await send_ready(link)
+    client = await EngineClient.connect(end, process=None)
+    for number in range(9):
+        client.submit(Request(f"r{number}", 1, 1, 0.0, prompt_ids=[1]), Kept())
+        assert await link.receive() is not None
+    asked = asyncio.ensure_future(client.report())
+    assert (await link.receive() or [])[:3] == ["ask", 1, "report"]
+    status = wire.plain(wire.STATUS, Status(2, 0, 0, 0, BatchSettings(4, 64, 64), Health(True, 0.0, 1)))
+    link.send("answer", status, 1, wire.plain(wire.REPORT, make_report()), None)
+    assert (await asked).snapshot.waiting == 7, "two of four places are free; the loop itself knows of two requests"
+    await client.stop()
+
+
+async def test_stopping_does_not_wait_for_an_engine_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, link = await links()
+    await send_ready(link)
+    client = await EngineClient.connect(end, process=None)
+    monkeypatch.setattr(wire, "CLOSE_SECONDS", 0.01)
+    client.submit(Request("a", 1, 1, 0.0, prompt_ids=[1] * 2_000_000), Kept())
+    await asyncio.wait_for(client.stop(), timeout=20)
+    await link.close()
+
+
+async def test_a_question_that_is_withdrawn_at_once_leaves_nothing_behind() -> None:
+    _, link = await links()
+    engine: Any = None
+    host = _Host(engine, link)
+    host._act(["ask", 1, "flush", None])
+    host._act(["cancel", 1])
+    await asyncio.gather(*host._answers.values(), return_exceptions=True)
+    await asyncio.sleep(0)
+    assert not host._answers
+    await link.close()
+
+
+@pytest.mark.parametrize(
+    "how", ["hangs up", "reports its failure", "says nothing", "says what cannot be understood", "answers nonsense"]
+)
 async def test_who_waits_for_an_engine_that_fails_is_told(how: str) -> None:
     end, link = await links()
     await send_ready(link)
@@ -187,6 +247,11 @@ async def test_who_waits_for_an_engine_that_fails_is_told(how: str) -> None:
         await link.close()
     elif how == "reports its failure":
         send_beat(link, Health(False, 0.0, 1, "the device is lost"))
+    elif how == "says what cannot be understood":
+        link.send("beat", {"running": "many"})
+    elif how == "answers nonsense":
+        status = wire.plain(wire.STATUS, Status(2, 0, 0, 0, BatchSettings(4, 64, 64), Health(True, 0.0, 1)))
+        link.send("outputs", status, [[1, 7, False, None, "no such reason", None, False, 0]])
     await asyncio.wait_for(client.failed.wait(), timeout=20)
     client.submit(Request("b", 1, 1, 0.0, prompt_ids=[1]), late)
     for outputs in (kept.outputs, late.outputs):

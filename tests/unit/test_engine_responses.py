@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from tidegate_engine.responses import ResponseCall
 from tidegate_engine.serve import Process
 
 StartEngine = Callable[..., Awaitable[Process]]
@@ -86,6 +87,23 @@ async def test_a_conversation_with_calls_goes_round(start_engine: StartEngine, m
         ]
         await client.responses.create(model="fast", input=history, tools=TOOLS)
     assert "<tool>\nat noon" in runner.prompts[1] and '"port": "Brest"' in runner.prompts[1]
+
+
+def test_a_call_joins_the_text_that_the_model_said_before_it() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "tide", "arguments": "{}"}
+    history: Any = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "I look."},
+        call,
+        {**call, "call_id": "b"},
+        {"type": "function_call_output", "call_id": "a", "output": "at noon"},
+        {**call, "call_id": "c"},
+    ]
+    messages = ResponseCall.model_validate({"model": "fast", "input": history}).as_chat().messages
+    assert [(message.role, message.text()) for message in messages] == [
+        ("user", "When?"), ("assistant", "I look."), ("tool", "at noon"), ("assistant", ""),
+    ]  # fmt: skip
+    assert [[call.id for call in message.tool_calls or ()] for message in messages] == [[], ["a", "b"], [], ["c"]]
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,22 @@ def test_blocks_of_an_abort_in_flight_come_back_after_the_commit() -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_experienced"), [(FinishReason.STOP, True), (FinishReason.ABORT, False), (FinishReason.ERROR, False)]
+)
+def test_an_answer_that_ends_at_a_stop_string_teaches_its_length(reason: FinishReason, is_experienced: bool) -> None:
+    runner, scheduler = FakeRunner(), Scheduler(WIDE, BlockPool(20, BLOCK), max_model_len=40)
+    answered, unheard = (Request(name, 2, 30, 0.0, prompt_ids=[5, 6]) for name in "ab")
+    scheduler.add(answered)
+    step = scheduler.plan(0.0)
+    scheduler.commit(step, runner.run(step), 0.0)
+    scheduler.add(unheard)
+    scheduler.abort("b", reason=reason)
+    assert not scheduler._lengths.is_experienced, "it had no answer"
+    scheduler.abort("a", reason=reason)
+    assert scheduler._lengths.is_experienced is is_experienced
+
+
 def test_an_id_used_again_while_its_step_is_in_flight_gets_no_foreign_token() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner()

@@ -2,17 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.engine import Engine
+from tidegate_engine.ollama import OllamaChatCall, OllamaGenerateCall
+from tidegate_engine.openai import ChatCall, CompletionCall, DetokenizeCall, EmbeddingCall, TokenizeCall
+from tidegate_engine.responses import ResponseCall
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
@@ -239,6 +244,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"model": "fast", "prompt": "x", "min_tokens": 99}, 400, "min_tokens", "invalid_value"),
     ("completions", {"model": "fast", "prompt": "x", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
+    ("completions", {"model": "fast", "prompt": [-1] * 512}, 400, "prompt", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": "x", "stop_token_ids": [-1]}, 400, "stop_token_ids", "invalid_value"),
     (
         "completions",
@@ -297,6 +303,17 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "messages.0.content",
         "invalid_value",
     ),
+    *(
+        ("completions", {"model": "fast", "prompt": "x", field: value}, 400, field, "invalid_value")
+        for field, value in [
+            ("repetition_penalty", 1e-300),
+            ("repetition_penalty", 1e300),
+            ("seed", 1 << 63),
+            ("seed", -(1 << 70)),
+            ("top_k", 1 << 64),
+        ]
+    ),
+    ("completions", {"model": "fast", "prompt": [[1]] * 9, "n": 15}, 400, "n", "invalid_value"),
     ("completions", {"model": "fast", "prompt": "x", "priority": 1}, 400, "priority", "unsupported_parameter"),
     ("completions", {"model": "fast", "prompt": "x", "priority": 9999}, 400, "priority", "invalid_value"),
     ("embeddings", {"model": "fast", "input": "x"}, 400, "model", "unsupported_parameter"),
@@ -309,6 +326,44 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "context_length_exceeded",
     ),
 ]
+
+
+DEEP: Any = json.loads("[" * 200 + "]" * 200)
+DEEP_TOOL: Any = {"function": {"name": "tide", "parameters": {str(key): DEEP for key in range(100)}}}
+LONG_AND_WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (CompletionCall, {"prompt": [""] * 100 + [0]}),
+    (CompletionCall, {"prompt": [[""] * 100] * 50}),
+    (CompletionCall, {"prompt": "x", "stop": [0] * 100}),
+    (CompletionCall, {"prompt": "x", "stop_token_ids": ["a"] * 100}),
+    (CompletionCall, {"prompt": "x", "guided_choice": [0] * 100}),
+    (CompletionCall, {"prompt": "x", "logit_bias": {f"a{key}": 999 for key in range(2000)}}),
+    (EmbeddingCall, {"input": [{}] * 100}),
+    (ChatCall, {"messages": [0] * 100}),
+    (ChatCall, {"messages": [{"role": "user", "content": [0] * 100}]}),
+    (ChatCall, {"messages": [{"role": "assistant", "tool_calls": [0] * 100}]}),
+    (ChatCall, {"messages": USER, "tools": [0] * 100}),
+    (ChatCall, {"messages": USER, "tools": [DEEP_TOOL]}),
+    (TokenizeCall, {"messages": [0] * 100}),
+    (TokenizeCall, {"messages": USER, "tools": [0] * 100}),
+    (DetokenizeCall, {"tokens": ["a"] * 100}),
+    (ResponseCall, {"input": [0] * 100}),
+    (ResponseCall, {"input": [{"role": "user", "content": [0] * 100}]}),
+    (ResponseCall, {"input": [{"type": "function_call_output", "call_id": "a", "output": [0] * 100}]}),
+    (ResponseCall, {"input": "x", "tools": [0] * 100}),
+    (ResponseCall, {"input": "x", "metadata": {str(key): 0 for key in range(100)}}),
+    (OllamaChatCall, {"messages": [0] * 100}),
+    (OllamaChatCall, {"messages": [{"role": "user", "images": [0] * 100}]}),
+    (OllamaChatCall, {"messages": USER, "format": DEEP_TOOL["function"]["parameters"]}),
+    (OllamaGenerateCall, {"context": ["a"] * 100}),
+]
+
+
+def test_a_long_body_of_wrong_items_makes_few_errors(subtests: pytest.Subtests) -> None:
+    for kind, fields in LONG_AND_WRONG:
+        with subtests.test(kind=kind.__name__, fields=list(fields)):
+            with pytest.raises(ValidationError) as caught:
+                kind.model_validate({"model": "fast", **fields})
+            assert caught.value.error_count() <= 20
 
 
 async def test_bad_requests_get_openais_error_shape(http: httpx.AsyncClient, subtests: pytest.Subtests) -> None:
@@ -399,6 +454,63 @@ async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> N
     bare = {"messages": USER, "add_generation_prompt": False}
     asked = (await http.post("/tokenize", json={**bare, "tools": [TOOL]})).json()
     assert asked["count"] > (await http.post("/tokenize", json=bare)).json()["count"]
+
+
+class ThreadNoting(ByteTokenizer):
+    """Notes where the work is done: the tests' event loop runs in the main thread."""
+
+    def __init__(self) -> None:
+        self.on_main_thread: list[bool] = []
+
+    def _note(self) -> None:
+        self.on_main_thread.append(threading.current_thread() is threading.main_thread())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self._note()
+        return super().decode(ids)
+
+    def chat(self, *arguments: Any, **options: Any) -> list[int]:
+        self._note()
+        return super().chat(*arguments, **options)
+
+
+async def test_long_tools_and_calls_and_texts_of_tokens_leave_the_event_loop_free(start_engine: StartEngine) -> None:
+    tokenizer = ThreadNoting()
+    long = "word " * 1000
+    tool = {"function": {**TOOL["function"], "parameters": {"description": long}}}
+    call = {"function": {"name": "tide", "arguments": json.dumps({"port": long})}}
+    async with http_of(await start_engine(tokenizer=tokenizer)) as http:
+        await http.post("/tokenize", json={"messages": USER, "tools": [tool]})
+        await http.post("/tokenize", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        await http.post("/tokenize", json={"prompt": "high tide", "return_token_strs": True})
+        await http.post("/detokenize", json={"tokens": [1, 2, 3]})
+    assert tokenizer.on_main_thread == [False] * (2 + 3 + 1)
+
+
+async def test_more_tokens_than_the_context_holds_are_not_made_text(http: httpx.AsyncClient) -> None:
+    strings = await http.post("/tokenize", json={"prompt": "tide" * 513, "return_token_strs": True})
+    text = await http.post("/detokenize", json={"tokens": [-1] * 513})
+    assert [answer.json()["error"]["code"] for answer in (strings, text)] == ["context_length_exceeded"] * 2
+    assert (await http.post("/tokenize", json={"prompt": "tide" * 513})).json()["count"] == 513
+
+
+async def test_a_developers_message_reaches_the_template_as_the_systems(
+    start_engine: StartEngine, make_script: MakeScript
+) -> None:
+    runner = make_script("noon", ends=True)
+    async with client_of(await start_engine(runner=runner)) as client:
+        messages: Any = [{"role": "developer", "content": "Be short."}, *USER]
+        await client.chat.completions.create(model="fast", messages=messages)
+        await client.responses.create(model="fast", input=messages)
+    assert runner.prompts == ["<system>\nBe short.\n<user>\nWhat is the tide?\n<assistant>\n"] * 2
+
+
+async def test_arguments_nested_too_deep_for_a_template_are_the_clients_error(http: httpx.AsyncClient) -> None:
+    arguments = '{"a":' + "[" * 1000 + "]" * 1000 + "}"
+    call = {"id": "1", "function": {"name": "tide", "arguments": arguments}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    answer = await http.post("/v1/chat/completions", json={"model": "fast", "messages": messages})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
 
 
 async def test_plain_routes_answer(http: httpx.AsyncClient) -> None:

@@ -78,6 +78,9 @@ TEXTS = [
     ("hermes", "<tool_call>{'name': 'tide', 'arguments': {}}</tool_call>"),
     ("hermes", '<tool_call>{"name": "tide", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "tide", "arguments": {"x": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "tide", "arguments": {"x": 1e999}}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "tide", "arguments": "{\"x\": 1e999}"}</tool_call>'),
+    ("hermes", r'<tool_call>{"name": "tide", "arguments": "{\"x\": \"\\ud800\"}"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "tide", "arguments": {"x": "\\ud800"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "tide", "arguments": {"x": 1}</tool_call>'),
     ("hermes", "<tool_call>tide(port='Brest')</tool_call>"),
@@ -276,6 +279,18 @@ async def test_a_call_that_must_be_made_is_held_to_the_tools_schemas(
     assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
     assert '"port"' in runner.grammars[0] and '"tide"' in runner.grammars[0]
     assert ('"get_weather"' in runner.grammars[0]) == (choice == "required")
+
+
+async def test_a_call_that_must_be_made_has_the_ids_that_the_models_template_wants(
+    start_engine: StartEngine, make_script: MakeScript
+) -> None:
+    engine = await start_engine(
+        runner=make_script(TIDE, ends=True, structured_outputs=True), tool_call_parser="mistral"
+    )
+    async with client_of(engine) as client:
+        answer = await client.chat.completions.create(model="fast", messages=USER, tools=TOOLS, tool_choice="required")
+    calls: Any = answer.choices[0].message.tool_calls
+    assert [len(call.id) for call in calls] == [9]
 
 
 def test_definitions_of_tools_move_to_the_root_of_the_grammar() -> None:

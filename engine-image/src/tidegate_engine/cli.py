@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from tidegate_engine.tokenizer import ModelTokenizer
 
 TERMINATION_LOG = Path("/dev/termination-log")
+QUEUED_PER_SEQUENCE = 8
+"""Requests that may wait for each place of the largest batch, unless the flag says how many."""
 EXIT_CONFIG = 2
 EXIT_MODEL = 3
 
@@ -104,12 +106,13 @@ def _serve(args: argparse.Namespace) -> int:
             raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
         precision = _read_precision(args)
         names, model = args.served_model_name or [Path(args.model).stem], _computed(args, precision)
+    settings = _read_settings(args)
     options = ServeOptions(
         host=args.host,
         port=args.port,
         admin_port=args.admin_port,
         served_names=tuple(names),
-        settings=_read_settings(args),
+        settings=settings,
         prefix_caching=args.enable_prefix_caching,
         shutdown_timeout_seconds=args.shutdown_timeout,
         endpoint_removal_seconds=args.endpoint_removal_seconds,
@@ -119,7 +122,7 @@ def _serve(args: argparse.Namespace) -> int:
         admin_keys=_admin_keys_path(args),
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
-        max_queued=args.max_num_queued_reqs,
+        max_queued=args.max_num_queued_reqs or QUEUED_PER_SEQUENCE * settings.envelope.max_num_seqs[1],
         context_policy=ContextPolicy(args.context_policy),
         tool_call_parser=args.tool_call_parser,
         honours_priority=args.scheduling_policy == "priority",
@@ -508,8 +511,10 @@ def _add_settings_flags(group: argparse._ArgumentGroup) -> None:
         help=f"tokens of one prompt in a step; default {DEFAULT_SETTINGS.long_prefill_token_threshold}",
     )  # fmt: skip
     group.add_argument(
-        "--max-num-queued-reqs", type=_positive, metavar="N", help="more waiting requests get 429; default: no limit"
-    )
+        "--max-num-queued-reqs", type=_positive, metavar="N",
+        help=f"more waiting requests get 429; default {QUEUED_PER_SEQUENCE} times the most that the settings' envelope "
+        "allows in a batch",
+    )  # fmt: skip
 
 
 def _add_listener_flags(group: argparse._ArgumentGroup) -> None:

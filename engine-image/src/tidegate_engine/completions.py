@@ -22,9 +22,11 @@ from tidegate_engine.openai import (
     ChatMessage,
     CompletionCall,
     Delta,
+    DetokenizeCall,
     Ending,
     Envelope,
     TokenEntry,
+    TokenizeCall,
     Tool,
     Usage,
 )
@@ -36,6 +38,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat may fill the context."""
 INLINE_ENCODE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, so that the event loop stays free."""
+MAX_REQUESTS_PER_CALL = 128
+"""Prompts times `n`: each holds memory in both processes while it waits."""
 RETRY_AFTER_SECONDS = 1
 GRAMMAR_SECONDS = 5.0
 """How long the check of a schema or grammar may take."""
@@ -321,15 +325,27 @@ class Completions:
         self.limits = limits
 
     async def begin_completion(
-        self, call: CompletionCall, *, arrival: float, make_wire: Callable[[], Wire] | None = None
+        self,
+        call: CompletionCall,
+        *,
+        arrival: float,
+        make_wire: Callable[[], Wire] | None = None,
+        default_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
     ) -> Generation:
+        """`default_tokens` is for a call that names no max_tokens; None = up to the end of the context."""
         self._check(call)
+        asked = call.prompts()
+        if len(asked) * (call.n or 1) > MAX_REQUESTS_PER_CALL:
+            message = (
+                f"{len(asked)} prompts with n = {call.n} are more than {MAX_REQUESTS_PER_CALL} answers in one call"
+            )
+            raise ApiError(400, message, param="n", code="invalid_value")
         params = await self._params(call, logprobs=call.logprobs)
-        wanted = DEFAULT_COMPLETION_TOKENS if call.max_tokens is None else call.max_tokens
+        wanted = default_tokens if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
         policy = call.context_policy or self.limits.context_policy
         prompts = []
-        for prompt in call.prompts():
+        for prompt in asked:
             ids = prompt if isinstance(prompt, list) else await self.encode(prompt)
             has_bos = bool(ids) and isinstance(prompt, str) and not self.tokenizer.token_bytes(ids[0])
             prompts.append(fit_ids(ids, room=plan.prompt_room(self.limits), policy=policy, has_bos=has_bos))
@@ -364,8 +380,39 @@ class Completions:
         plain = [message.as_template_message() for message in messages]
         return await self._in_template(
             lambda: self.tokenizer.chat(plain, tools=rendered, add_generation_prompt=add_generation_prompt),
-            characters=_characters(plain),
+            characters=_characters(messages, tools),
         )
+
+    async def tokenize(self, call: TokenizeCall) -> dict[str, object]:
+        """The answer of `/tokenize`; raises ApiError."""
+        self.check_model(call.model)
+        if (call.prompt is None) == (call.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        if call.messages is not None:
+            ids = await self.encode_chat(
+                call.messages, call.tools or (), add_generation_prompt=call.add_generation_prompt
+            )
+        else:
+            ids = await self.encode(call.prompt or "", add_special=call.add_special_tokens is not False)
+        strings = None
+        if call.return_token_strs:
+            self._check_decodable(ids, param="return_token_strs")
+            strings = await asyncio.to_thread(lambda: [self.tokenizer.decode([token_id]) for token_id in ids])
+        max_model_len = self.limits.max_model_len
+        return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, call: DetokenizeCall) -> dict[str, object]:
+        """The answer of `/detokenize`; raises ApiError."""
+        self.check_model(call.model)
+        self._check_decodable(call.tokens, param="tokens")
+        self.check_ids(call.tokens, param="tokens")
+        return {"prompt": await asyncio.to_thread(self.tokenizer.decode, call.tokens)}
+
+    def _check_decodable(self, ids: Sequence[int], *, param: str) -> None:
+        limit = self.limits.max_model_len
+        if len(ids) > limit:
+            message = f"{param}: there are {len(ids)} tokens; at most {limit}, what the context holds, become text"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def _fit_chat(self, call: ChatCall, tools: Sequence[Tool], *, room: int) -> Fitted:
         rendered = [tool.as_template_tool() for tool in tools] or None
@@ -384,22 +431,24 @@ class Completions:
                 policy=policy,
                 token_lengths=token_lengths,
             ),
-            characters=_characters(plain),
+            characters=_characters(call.messages, tools),
         )
 
     async def _in_template(self, render: Callable[[], Rendered], *, characters: int) -> Rendered:
         """Run `render`, in a thread when it takes long; what the template refuses is the client's error."""
         try:
             return render() if characters <= INLINE_ENCODE_CHARACTERS else await asyncio.to_thread(render)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
 
     def _call_reader(self, call: ChatCall) -> _CallReader:
         names = frozenset(tool.function.name for tool in call.tools or ())
-        if call.must_call:
-            # The answer's grammar is the call as bare JSON, whatever the model's own format is.
-            return _CallReader(LLAMA3_JSON, names, {}, is_parallel=False)
         tool_format = self.limits.tool_format
+        if call.must_call:
+            # The answer's grammar is the call as bare JSON, whatever the model's own format is; but the template, which
+            # reads the call in the next turn, may want ids of its own form.
+            id_characters = (tool_format or LLAMA3_JSON).id_characters
+            return _CallReader(replace(LLAMA3_JSON, id_characters=id_characters), names, {}, is_parallel=False)
         if tool_format is None:
             raise ApiError(
                 400,
@@ -469,9 +518,9 @@ class Completions:
         count = call.n or 1
         prompts = [prompt.ids for prompt in fitted]
         self._check_queue(count * len(prompts))
+        limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
-        limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
         wake = asyncio.Event()
         stops = call.stops()
         choices = [
@@ -577,8 +626,14 @@ def _envelope(call: CallFields, *, with_logprobs: bool, is_chat: bool) -> Envelo
     )
 
 
-def _characters(messages: Sequence[Mapping[str, object]]) -> int:
-    return sum(len(str(message["content"])) for message in messages)
+def _characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    """About what the template makes of them, calls and the tools' schemas included."""
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    return (
+        sum(len(message.text()) for message in messages)
+        + sum(len(str(call.arguments)) for call in calls)
+        + sum(len(tool.function.description or "") + len(str(tool.function.parameters)) for tool in tools)
+    )
 
 
 def _failure(output: Output) -> ApiError:

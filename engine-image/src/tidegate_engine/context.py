@@ -16,7 +16,7 @@ WORD_SEARCH_CHARACTERS = 48
 
 Message = Mapping[str, object]
 Render = Callable[[Sequence[Message]], list[int]]
-KEPT_ROLES = frozenset({"system", "developer"})
+KEPT_ROLE = "system"
 
 
 class ContextPolicy(StrEnum):
@@ -69,7 +69,7 @@ def fit_messages(
     full = render(messages)
     if policy is ContextPolicy.REJECT or len(full) <= room or room < 1:
         return Fitted(full, len(full))
-    head = next((index for index, message in enumerate(messages) if message["role"] not in KEPT_ROLES), len(messages))
+    head = next((index for index, message in enumerate(messages) if message["role"] != KEPT_ROLE), len(messages))
     middle = policy is ContextPolicy.TRUNCATE_MIDDLE
     kept, ids = _drop_turns(
         messages, render, full=full, room=room, start=_first_turn_end(messages, head) if middle else head
@@ -120,7 +120,7 @@ def _longest_text(messages: Sequence[Message]) -> int | None:
     lengths = [
         (len(str(message["content"])), index)
         for index, message in enumerate(messages)
-        if message["role"] not in KEPT_ROLES and message["content"]
+        if message["role"] != KEPT_ROLE and message["content"]
     ]
     return max(lengths)[1] if lengths else None
 

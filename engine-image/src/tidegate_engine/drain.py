@@ -6,10 +6,12 @@ the timeout. Used by SIGTERM and `/admin/v1/drain` alike; a pause only stops new
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 POLL_SECONDS = 0.02
+ABORT_SECONDS = 5.0
 
 
 class DrainPhase(StrEnum):
@@ -38,6 +40,7 @@ class Drain:
         self._began_at: float | None = None
         self._timeout_seconds = 0.0
         self._is_final = False
+        self._preparing = 0
         self._task: asyncio.Task[None] | None = None
         self.is_paused = False
         """Asked for by an administrator: new requests are refused, running ones go on. Leaving goes over it."""
@@ -67,6 +70,19 @@ class Drain:
     @property
     def _leaving_seconds(self) -> float:
         return min(self._endpoint_removal_seconds, self._timeout_seconds)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A call was accepted whose requests the engine may not know yet: it is waited for as they are."""
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    @property
+    def _has_work(self) -> bool:
+        return self._preparing > 0 or self._unfinished() > 0
 
     def begin(self, timeout_seconds: float, *, at_once: bool = False, is_final: bool = False) -> asyncio.Task[None]:
         """Start to drain; the task ends when nothing runs any more. `at_once` refuses new requests immediately.
@@ -103,15 +119,15 @@ class Drain:
     async def _finish(self) -> None:
         began_at = self._began_at
         assert began_at is not None
-        while self._clock() < began_at + self._leaving_seconds or self._unfinished():
+        while self._clock() < began_at + self._leaving_seconds or self._has_work:
             if self._clock() >= began_at + self._timeout_seconds:
-                self._abort_all("the server is shutting down and the time for running requests is over")
-                await self._wait_for_aborts()
+                await self._abort()
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _wait_for_aborts(self) -> None:
-        """Aborts act between two steps: give them one long step."""
-        until = self._clock() + 5.0
-        while self._unfinished() and self._clock() < until:  # noqa: ASYNC110  # the engine counts in its own thread
+    async def _abort(self) -> None:
+        """Aborts act between two steps: give them one long step, and meanwhile abort what was still being prepared."""
+        until = self._clock() + ABORT_SECONDS
+        while self._has_work and self._clock() < until:
+            self._abort_all("the server is shutting down and the time for running requests is over")
             await asyncio.sleep(POLL_SECONDS)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +93,8 @@ class EngineClient:
         self._live: dict[int, _Live] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
+        self._sent_prompt: Sequence[int] | None = None
+        """The last one: the choices of a prompt follow each other and share it, so it is sent once for all."""
         self._asks = 0
         self._status: Status | None = None
         self._clock: Callable[[], float] = time.monotonic
@@ -142,12 +144,14 @@ class EngineClient:
             return
         number = self._number + 1
         try:
-            self._link.send("add", number, wire.plain(wire.REQUEST, request, exclude_defaults=True))
+            prompt = None if request.prompt_ids is self._sent_prompt else request.prompt_ids
+            self._link.send("add", number, wire.request_facts(request), prompt)
         except TypeError as error:
             message = f"the request holds a value that cannot be sent to the engine: {error}"
             sink.push(Output(None, FinishReason.ERROR, message, is_refusal=True))
             return
         self._number = number
+        self._sent_prompt = request.prompt_ids
         self._live[number] = _Live(request, sink)
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
@@ -165,6 +169,8 @@ class EngineClient:
 
     async def report(self) -> Report:
         report: Report = wire.REPORT.validate_python(await self._ask("report"))
+        waiting = max(report.snapshot.waiting, self.status().waiting)  # the loop's mailbox is not in its own count
+        report = Report(report.counts, replace(report.snapshot, waiting=waiting))
         engine, here = report.snapshot.memory_bytes.get("host"), host_memory_bytes()
         if engine is None or here is None or self._process is None:
             return report
@@ -207,8 +213,15 @@ class EngineClient:
     # --- listening
 
     async def _listen(self) -> None:
-        while (frame := await self._link.receive()) is not None:
-            self._hear(frame)
+        try:
+            while (frame := await self._link.receive()) is not None:
+                self._hear(frame)
+        except Exception as error:
+            logger.exception("what the engine's process says cannot be understood")
+            if self._process is not None:
+                self._process.kill()
+            self._fail(f"what the engine's process says cannot be understood: {type(error).__name__}: {error}")
+            return
         ending = None if self._process is None else await self._process.wait(1.0)
         self._fail(f"the engine's process ended: {ending or 'for an unknown reason'}")
 

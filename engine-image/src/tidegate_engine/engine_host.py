@@ -77,6 +77,7 @@ class _Host:
         self._link = link
         self._rows: list[Row] = []
         self._unreadable = 0
+        self._prompt: list[int] | None = None
         self._answers: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -124,21 +125,28 @@ class _Host:
 
     def _act(self, frame: Frame) -> None:
         match frame:
-            case ["add", number, fields]:
-                self._add(number, fields)
+            case ["add", number, facts, prompt]:
+                self._add(number, facts, prompt)
             case ["abort", request_id, reason, error]:
                 self._engine.abort(request_id, reason=FinishReason(reason), error=error)
             case ["ask", number, name, argument]:
-                self._answers[number] = asyncio.create_task(self._answer(number, name, argument))
+                answer = self._answers[number] = asyncio.create_task(self._answer(number, name, argument))
+                answer.add_done_callback(lambda _: self._answers.pop(number, None))
             case ["cancel", number]:
                 if (task := self._answers.get(number)) is not None:
                     task.cancel()
             case _:
                 raise ValueError(f"a frame that nobody knows: {frame[0]!r}")
 
-    def _add(self, number: int, fields: object) -> None:
+    def _add(self, number: int, facts: object, prompt: object) -> None:
+        """`prompt` None = the ids of the one before."""
         try:
-            request: Request = wire.REQUEST.validate_python(fields)
+            if prompt is not None:
+                self._prompt = None
+                self._prompt = wire.PROMPT.validate_python(prompt)
+            if self._prompt is None:
+                raise ValueError("the ids of its prompt could not be read")
+            request = wire.read_request(facts, self._prompt)
         except ValueError as error:  # the other side's mistake, and the end of this one request only
             logger.exception("a request cannot be read")
             self._unreadable += 1
@@ -153,8 +161,6 @@ class _Host:
             value = await self._ask(name, argument)
         except Exception as problem:  # noqa: BLE001  # it belongs to whoever asked
             error = f"{type(problem).__name__}: {problem}"
-        finally:
-            del self._answers[number]
         self._send("answer", number, value, error)
 
     async def _ask(self, name: str, argument: Any) -> object:

@@ -20,11 +20,13 @@ from tidegate_engine.runner import ModelInfo
 from tidegate_engine.settings import BatchSettings
 
 REQUEST = TypeAdapter(Request)
+PROMPT = TypeAdapter(list[int])
 STATUS = TypeAdapter(Status)
 REPORT = TypeAdapter(Report)
 INFO = TypeAdapter(ModelInfo)
 SETTINGS = TypeAdapter(BatchSettings)
 SECONDS = TypeAdapter(Mapping[str, float])
+CLOSE_SECONDS = 5.0
 _LENGTH = struct.Struct("!I")
 
 Frame = list[Any]
@@ -57,17 +59,31 @@ class Link:
         return frame
 
     async def close(self) -> None:
-        """Send what is left, and hang up."""
+        """Send what is left, and hang up; an end that reads nothing any more is not waited for."""
         self._writer.close()
         try:
-            await self._writer.wait_closed()
+            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._writer.transport.abort()
         except ConnectionError:
             return
 
 
-def plain(adapter: "TypeAdapter[Any]", value: object, *, exclude_defaults: bool = False) -> object:
+def plain(adapter: "TypeAdapter[Any]", value: object) -> object:
     """`value` as JSON knows it."""
-    return adapter.dump_python(value, mode="json", exclude_defaults=exclude_defaults)
+    return adapter.dump_python(value, mode="json")
+
+
+def request_facts(request: Request) -> object:
+    """A request as JSON knows it, without its prompt's ids, which go beside it."""
+    return REQUEST.dump_python(request, mode="json", exclude={"prompt_ids"}, exclude_defaults=True)
+
+
+def read_request(facts: object, prompt_ids: Sequence[int]) -> Request:
+    """The other way round; `prompt_ids` is shared, not copied."""
+    request: Request = REQUEST.validate_python(facts)
+    request.prompt_ids = prompt_ids
+    return request
 
 
 def output_row(number: int, output: Output, *, cached: int) -> Row:

@@ -18,6 +18,8 @@ from tidegate_engine.weights import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT_BYTES = 32
+MAX_HEADER_BYTES = 256 << 20
+"""Ten times that of the largest vocabulary known; in memory a header takes up to sixteen times its bytes."""
 MAX_ARRAY_DEPTH = 4
 MAX_DIMENSIONS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -169,6 +171,8 @@ class _Reader:
         start = self.position
         if start + length > len(self._data):
             raise self.invalid(f"is truncated: it ends at byte {len(self._data)}, within its header")
+        if start + length > MAX_HEADER_BYTES:
+            raise self.invalid(f"has a header of more than {MAX_HEADER_BYTES >> 20} MiB, which no model needs")
         self.position = start + length
         return start
 

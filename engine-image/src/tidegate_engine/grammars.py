@@ -4,10 +4,9 @@ Satisfies `sampling.Masks`; called from the engine loop's thread. Checking what 
 grammar that comes here has been compiled once already.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ MAX_VOCABULARY = 1 << 20
 MAX_COMPILED = 64
 """Grammars kept for requests that bring the same again."""
 PATIENCE_SECONDS = 0.02
-"""How long a step waits for grammars that are being compiled; then their requests wait for the next one."""
+"""How long a step that has nothing else waits for grammars that are being compiled; then the next one does."""
 DEFERRED = SampledToken(-1, is_deferred=True)
 
 
@@ -59,29 +58,30 @@ class Grammars:
             return None
         return cls(vocabulary, threads=threads)
 
-    def __init__(self, vocabulary: Vocabulary, *, threads: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, vocabulary: Vocabulary, *, threads: int) -> None:
         self._vocabulary = vocabulary
         self.eos_ids = tuple(vocabulary.eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._executor = llguidance.LLExecutor(num_threads=threads)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._pending: WeakKeyDictionary[Request, Future[llguidance.LLMatcher]] = WeakKeyDictionary()
         self._held: WeakKeyDictionary[Request, _Held] = WeakKeyDictionary()
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Begin to compile what is new, so that it is ready when the prompts have been computed."""
         for request in requests:
             if request.params.grammar is not None and request not in self._held:
-                self._compile(request.params.grammar)
+                self._compile(request, request.params.grammar)
 
-    def allowed(self, rows: Sequence[Row]) -> tuple[Tensor, list[SampledToken | None]]:
+    def allowed(self, rows: Sequence[Row], *, may_wait: bool) -> tuple[Tensor, list[SampledToken | None]]:
         """`[rows, vocabulary]`, true for a token that continues the row's grammar; and what to answer instead.
 
         The rows of a request follow each other, the one without drafts first.
         """
-        deadline = self._clock() + PATIENCE_SECONDS
-        held = [self._advance(row.request, deadline) for row in rows]
+        if may_wait:
+            self._wait([row.request for row in rows])
+        held = [self._advance(row.request) for row in rows]
         plain: list[tuple[llguidance.LLMatcher, int]] = []
         drafted: dict[int, tuple[llguidance.LLMatcher, int, list[int]]] = {}
         first = 0
@@ -101,37 +101,56 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(plain, bits.data_ptr(), *sizes)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token([*drafted.values()], bits.data_ptr(), *sizes)
+        # A matcher that gives up while it computes allows the answer's end only, which would look like a whole answer.
+        instead = [(_failure_of(state.matcher) if isinstance(state, _Held) else state) for state in held]
         places = torch.arange(8, dtype=torch.uint8)
         mask = ((bits.view(torch.uint8)[:, :, None] >> places) & 1).bool().view(len(rows), -1)
-        return mask[:, : self._vocabulary.vocab_size], [None if isinstance(state, _Held) else state for state in held]
+        return mask[:, : self._vocabulary.vocab_size], instead
 
-    def _advance(self, request: Request, deadline: float) -> "_Held | SampledToken":
+    def _wait(self, requests: Sequence[Request]) -> None:
+        """A short while, until one of them has its grammar."""
+        if not any(request in self._held for request in requests):
+            wait(
+                [self._compile(request, request.params.grammar or "") for request in requests],
+                PATIENCE_SECONDS,
+                FIRST_COMPLETED,
+            )
+
+    def _advance(self, request: Request) -> "_Held | SampledToken":
         """The request's matcher after all its output; what to answer instead, where it is not ready or has failed."""
         held = self._held.get(request)
         if held is None:
             assert request.params.grammar is not None
-            compiled = self._compile(request.params.grammar)
-            try:
-                matcher = compiled.result(timeout=max(0.0, deadline - self._clock()))
-            except TimeoutError:
+            compiled = self._compile(request, request.params.grammar)
+            if not compiled.done():
                 return DEFERRED
-            held = self._held[request] = _Held(matcher.deep_copy())
+            held = self._held[request] = _Held(compiled.result().deep_copy())
+            del self._pending[request]
         if fresh := request.output_ids[held.consumed :]:
             held.matcher.consume_tokens(fresh)
             held.consumed += len(fresh)
-        if held.matcher.is_error():
-            reason = held.matcher.get_error().partition("\n")[0][:300]
-            return SampledToken(-1, error=f"the answer's grammar failed: {reason}")
-        return held
+        return _failure_of(held.matcher) or held
 
-    def _compile(self, grammar: str) -> "Future[llguidance.LLMatcher]":
+    def _compile(self, request: Request, grammar: str) -> "Future[llguidance.LLMatcher]":
+        """The request keeps what it waits for, whatever is forgotten meanwhile."""
+        future = self._pending.get(request)
+        if future is not None:
+            return future
         future = self._compiled.get(grammar)
         if future is None:
             future = self._compiled[grammar] = self._compiler.submit(self._new_matcher, grammar)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._forget()
         self._compiled.move_to_end(grammar)
+        self._pending[request] = future
         return future
+
+    def _forget(self) -> None:
+        """Drop the compiled grammars that were not wanted for longest, when there are too many."""
+        excess = len(self._compiled) - MAX_COMPILED
+        if excess > 0:
+            done = [grammar for grammar, future in self._compiled.items() if future.done()]
+            for grammar in done[:excess]:
+                del self._compiled[grammar]
 
     def _new_matcher(self, grammar: str) -> llguidance.LLMatcher:
         """On the compiler's only thread, which also builds the tokenizer's trie on first use."""
@@ -141,6 +160,13 @@ class Grammars:
                 llguidance.TokenizerWrapper(table), n_vocab=self._vocabulary.vocab_size, eos_token=[*self.eos_ids]
             )
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+
+
+def _failure_of(matcher: llguidance.LLMatcher) -> SampledToken | None:
+    if not matcher.is_error():
+        return None
+    reason = matcher.get_error().partition("\n")[0][:300]
+    return SampledToken(-1, error=f"the answer's grammar failed: {reason}")
 
 
 class _Table:

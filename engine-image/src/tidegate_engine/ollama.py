@@ -4,30 +4,37 @@ Calls become OpenAI calls; this module owns only Ollama's shapes: streams of JSO
 options. Called by `server`.
 """
 
+import hashlib
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from tidegate_engine.openai import (
     MAX_LOGPROBS,
-    MAX_TOOLS,
+    MAX_MESSAGES,
     ApiError,
     ChatCall,
     CompletionCall,
     Delta,
     Ending,
-    MessageToolCall,
+    Ids,
+    MessageToolCalls,
+    RepetitionPenalty,
+    Seed,
     StopList,
     TokenEntry,
-    Tool,
+    Tools,
+    TopK,
     validated,
 )
 from tidegate_engine.runner import ModelInfo
+from tidegate_engine.structured import JsonObject
 from tidegate_engine.tool_calls import ToolCall
 
 EMULATED_VERSION = "0.12.0"
@@ -36,6 +43,10 @@ DEFAULT_TAG = ":latest"
 DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P = 0.8, 40, 0.9
 """Ollama's own defaults: its users did not choose OpenAI's."""
 NANOSECONDS = 1_000_000_000
+MAX_IMAGES = 64
+"""All are refused; this bounds what is read before."""
+
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES, fail_fast=True)]
 
 
 class Options(BaseModel):
@@ -46,12 +57,12 @@ class Options(BaseModel):
     num_predict: int | None = None
     """Below 1 = until the model ends or the context is full."""
     temperature: float | None = Field(None, ge=0, le=2)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: TopK | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopList | None = None
-    repeat_penalty: float | None = Field(None, gt=0)
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
 
@@ -79,7 +90,7 @@ class OllamaFields(BaseModel):
     model: str
     stream: bool | None = True
     options: Options | None = None
-    format: Literal["", "json"] | dict[str, JsonValue] | None = None
+    format: Literal["", "json"] | JsonObject | None = None
     think: bool | str | None = None
     truncate: bool | None = None
     keep_alive: str | float | None = None
@@ -104,21 +115,46 @@ class OllamaMessage(BaseModel):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    images: list[str] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    images: Images | None = None
+    tool_calls: MessageToolCalls | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
 
     def as_message(self) -> dict[str, object]:
         _refuse_images(self.images)
-        calls = [call.model_dump() for call in self.tool_calls or ()]
-        return {"role": self.role, "content": self.content, "tool_calls": calls, "name": self.tool_name}
+        return {
+            "role": self.role,
+            "content": self.content,
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
+            "name": self.tool_name,
+            "tool_call_id": self.tool_call_id,
+        }
+
+
+def _with_call_ids(messages: Sequence[OllamaMessage]) -> list[dict[str, object]]:
+    """Messages for a chat call. Ollama's clients give calls no ids, and templates that want some want nine digits."""
+    rows = []
+    waiting: deque[str] = deque()
+    for number, message in enumerate(messages):
+        row = message.as_message()
+        calls = row["tool_calls"]
+        assert isinstance(calls, list)
+        for place, call in enumerate(calls):
+            call["id"] = call["id"] or f"{number:06d}{place:03d}"
+        if calls:
+            waiting = deque(call["id"] for call in calls)
+        if message.role == "tool" and waiting:
+            answered = waiting.popleft()
+            row["tool_call_id"] = message.tool_call_id or answered
+        rows.append(row)
+    return rows
 
 
 class OllamaChatCall(OllamaFields):
     """Body of `POST /api/chat`."""
 
-    messages: list[OllamaMessage] = []
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []
+    tools: Tools | None = None
 
     def asks_nothing(self) -> bool:
         """Clients send this to load or unload the model."""
@@ -127,7 +163,7 @@ class OllamaChatCall(OllamaFields):
     def as_chat(self, served_names: Sequence[str]) -> ChatCall:
         data = {
             **self.common_fields(served_names),
-            "messages": [message.as_message() for message in self.messages],
+            "messages": _with_call_ids(self.messages),
             "tools": [tool.model_dump() for tool in self.tools or ()],
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs if self.logprobs else None,
@@ -143,8 +179,8 @@ class OllamaGenerateCall(OllamaFields):
     raw: bool | None = None
     suffix: str | None = None
     template: str | None = None
-    context: list[int] | None = None
-    images: list[str] | None = None
+    context: Ids | None = None
+    images: Images | None = None
 
     def asks_nothing(self) -> bool:
         return not self.prompt
@@ -187,7 +223,7 @@ def _refuse_images(images: Sequence[str] | None) -> None:
         raise ApiError(400, "images are not supported: the model reads text", param="images")
 
 
-def _response_format(wanted: str | dict[str, JsonValue] | None) -> dict[str, object] | None:
+def _response_format(wanted: str | JsonObject | None) -> dict[str, object] | None:
     if not wanted:
         return None
     if isinstance(wanted, str):
@@ -284,7 +320,7 @@ class Served:
                     "model": name,
                     "modified_at": self._created(),
                     "size": self.info.weight_bytes,
-                    "digest": "",
+                    "digest": _digest(name),
                     "details": self._details(),
                 }
                 for name in self.names
@@ -301,7 +337,7 @@ class Served:
                     "model": name,
                     "size": self.info.weight_bytes,
                     "size_vram": self.info.weight_bytes if self.info.gpu_count else 0,
-                    "digest": "",
+                    "digest": _digest(name),
                     "expires_at": never,
                     "context_length": self.info.max_model_len,
                     "details": self._details(),
@@ -342,8 +378,13 @@ class Served:
         }
 
 
+def _digest(name: str) -> str:
+    """Of no file, since a model is many; Ollama's own client prints its first twelve digits and needs that many."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def _call(call: ToolCall) -> dict[str, object]:
-    return {"id": call.id, "function": {"name": call.name, "arguments": orjson.loads(call.arguments)}}
+    return {"id": call.id, "function": {"name": call.name, "arguments": orjson.Fragment(call.arguments)}}
 
 
 def _logprob(entry: TokenEntry) -> dict[str, object]:

@@ -7,17 +7,18 @@ Called by `completions` and `server`; `responses` and `ollama` turn their calls 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.request import SamplingParams
-from tidegate_engine.structured import Structure, StructureError, StructureFields
+from tidegate_engine.structured import JsonObject, Structure, StructureError, StructureFields
 from tidegate_engine.tool_calls import ToolCall
 
-MAX_CHOICES = 16
+MAX_ANSWERS = 16
 """Cap of `n`: one call may not take a whole batch."""
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 20
@@ -26,6 +27,11 @@ MAX_TOOLS = 128
 MAX_EMBEDDING_INPUTS = 2048
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
+MAX_PROMPT_IDS = 2**21
+"""More than any context; what a model's own holds is checked later."""
+MAX_MESSAGES = 16384
+MAX_PARTS = 1024
+MAX_MESSAGE_CALLS = 512
 UNIONS = {
     "prompt": f"a text, token ids, or a list of up to {MAX_PROMPTS} of these",
     "stop": f"a text or a list of up to {MAX_STOPS} texts",
@@ -37,8 +43,24 @@ UNIONS = {
 DONE = b"data: [DONE]\n\n"
 
 CallT = TypeVar("CallT", bound=BaseModel)
+
+
+def entries_up_to(limit: int) -> BeforeValidator:
+    """Counts an object's entries before they are read; pydantic's own max_length does after, with an error for each."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", "should have at most {limit} entries", {"limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+TopK = Annotated[int, Field(ge=-1, le=(1 << 31) - 1)]
+StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 @dataclass(eq=False)
@@ -70,15 +92,15 @@ class CallFields(StructureFields):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     stop: StopList | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
@@ -88,7 +110,7 @@ class CallFields(StructureFields):
     max_tokens: int | None = Field(None, ge=1)
     context_policy: ContextPolicy | None = None
     """What happens to a prompt that is too long; default: the server's."""
-    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), entries_up_to(MAX_BIASES)] | None = None
 
     def unsupported_field(self) -> str | None:
         """Name of a field that is set and would have to be ignored silently: refused instead."""
@@ -116,7 +138,8 @@ class CallFields(StructureFields):
         )
 
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[int], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+TokenIds = Annotated[Ids, Field(min_length=1)]
 
 
 class CompletionCall(CallFields):
@@ -125,8 +148,8 @@ class CompletionCall(CallFields):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
@@ -155,11 +178,14 @@ class TextPart(BaseModel):
     text: str
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str
-    arguments: str | dict[str, JsonValue] = "{}"
+    arguments: str | JsonObject = "{}"
 
 
 class MessageToolCall(BaseModel):
@@ -172,13 +198,16 @@ class MessageToolCall(BaseModel):
     function: CalledFunction
 
 
+MessageToolCalls = Annotated[list[MessageToolCall], Field(max_length=MAX_MESSAGE_CALLS, fail_fast=True)]
+
+
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: MessageToolCalls | None = None
     tool_call_id: str | None = None
 
     def text(self) -> str:
@@ -188,7 +217,9 @@ class ChatMessage(BaseModel):
 
     def as_template_message(self) -> dict[str, object]:
         """As chat templates want it: content is text, a call's arguments an object; raises ApiError."""
-        message: dict[str, object] = {"role": self.role, "content": self.text()}
+        # OpenAI's new word for the system's messages: a template that does not know it would leave the message out.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, object] = {"role": role, "content": self.text()}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -218,7 +249,7 @@ class Function(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:/-]+$")]
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
 
 
 class Tool(BaseModel):
@@ -241,6 +272,10 @@ class Tool(BaseModel):
         }
 
 
+Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class NamedFunction(BaseModel):
     name: str
 
@@ -253,11 +288,11 @@ class NamedTool(BaseModel):
 class ChatCall(CallFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
 
@@ -292,10 +327,10 @@ class ChatCall(CallFields):
 
 def _call_structure(tools: Sequence[Tool]) -> Structure:
     """A call of one of `tools` as JSON. Definitions move to the root, where the references to them point."""
-    definitions: dict[str, JsonValue] = {}
+    definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
-        schema: dict[str, JsonValue] = {"type": "object", **(tool.function.parameters or {})}
+        schema: dict[str, Any] = {"type": "object", **(tool.function.parameters or {})}
         own = schema.pop("$defs", None)
         for name, definition in own.items() if isinstance(own, dict) else ():
             if definitions.setdefault(name, definition) != definition:
@@ -313,8 +348,8 @@ class TokenizeCall(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     """Default: for a text yes, for a conversation no, since its template has them."""
     add_generation_prompt: bool = True
@@ -323,7 +358,7 @@ class TokenizeCall(BaseModel):
 
 class DetokenizeCall(BaseModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 class EmbeddingCall(BaseModel):
@@ -335,8 +370,8 @@ class EmbeddingCall(BaseModel):
     input: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
@@ -356,7 +391,8 @@ def validated(kind: type[CallT], data: object) -> CallT:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False)
+        # Every list stops at its first wrong item, so there are a few errors for each field, however long the body is.
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
         first = errors[0]
         path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
         where = ".".join(map(str, path)) or None
@@ -420,7 +456,7 @@ class Delta:
     calls: tuple[ToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Envelope:
     """What stands around the choices of every answer and chunk of one call: the wire of OpenAI's older two APIs."""
 

@@ -118,8 +118,9 @@ def weight_bytes(
     for name, shape in shapes.items():
         wanted = precision.of(name, tied_head=tied_head) or precision.dtype
         size = stored_bytes[name] if wanted == STORED else matrix_bytes(wanted, shape)
+        in_fp32 = wanted == "float32" or (wanted == STORED and size == matrix_bytes("float32", shape))
         # In fp32 a tied head is laid out for the product beside the embedding.
-        total += 2 * size if name == "embedding" and tied_head and wanted == "float32" else size
+        total += 2 * size if name == "embedding" and tied_head and in_fp32 else size
     return total
 
 

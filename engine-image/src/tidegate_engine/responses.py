@@ -11,13 +11,26 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from tidegate_engine.context import ContextPolicy
-from tidegate_engine.openai import MAX_TOOLS, ApiError, ChatCall, Delta, Ending, TextPart, Usage, validated
+from tidegate_engine.openai import (
+    MAX_TOOLS,
+    ApiError,
+    ChatCall,
+    Delta,
+    Ending,
+    Parts,
+    TextPart,
+    Usage,
+    entries_up_to,
+    validated,
+)
+from tidegate_engine.structured import JsonObject
 from tidegate_engine.tool_calls import ToolCall
 
 MAX_ITEMS = 4096
+MAX_METADATA = 16
 
 
 class MessageItem(BaseModel):
@@ -25,7 +38,7 @@ class MessageItem(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | Parts
 
 
 class CallItem(BaseModel):
@@ -46,7 +59,7 @@ class CallOutputItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Parts
 
 
 class FunctionTool(BaseModel):
@@ -55,7 +68,7 @@ class FunctionTool(BaseModel):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
 
 
 class NamedTool(BaseModel):
@@ -68,7 +81,7 @@ class TextFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    definition: dict[str, JsonValue] | None = Field(None, alias="schema")
+    definition: JsonObject | None = Field(None, alias="schema")
 
 
 class TextOptions(BaseModel):
@@ -86,13 +99,13 @@ class ResponseCall(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     instructions: str | None = None
     stream: bool | None = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
@@ -100,7 +113,7 @@ class ResponseCall(BaseModel):
     context_policy: ContextPolicy | None = None
     previous_response_id: str | None = None
     background: bool | None = False
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), entries_up_to(MAX_METADATA)] | None = None
 
     def as_chat(self) -> ChatCall:
         """The same question to the chat API; raises ApiError."""
@@ -159,11 +172,11 @@ class ResponseCall(BaseModel):
             else:
                 function = {"name": item.name, "arguments": item.arguments}
                 call: dict[str, object] = {"id": item.call_id, "type": "function", "function": function}
-                calls = messages[-1].get("tool_calls") if messages else None
-                if isinstance(calls, list):
-                    calls.append(call)
-                else:
-                    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                calls = messages[-1].setdefault("tool_calls", [])
+                assert isinstance(calls, list)
+                calls.append(call)
         return messages
 
 

@@ -6,6 +6,7 @@ is right exactly when it is the one that would have been chosen.
 """
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ ROWS_AT_ONCE = 64
 """Rows that random choices are made for at once: bounds the memory that they take."""
 NOT_FINITE = SampledToken(-1, error="the model's logits are not finite", is_corrupted=True)
 NONE_LEFT = SampledToken(-1, error="no token is left to choose from")
+OVERFLOW = SampledToken(-1, error="the request's penalties and biases make its logits infinite")
 NO_MASKS = SampledToken(-1, error="this model's answers cannot be held to a grammar")
+
+logger = logging.getLogger(__name__)
 
 
 class Masks(Protocol):
@@ -43,8 +47,11 @@ class Masks(Protocol):
         """Their first token is wanted soon."""
         ...
 
-    def allowed(self, rows: "Sequence[Row]") -> tuple[Tensor, list[SampledToken | None]]:
-        """One row each, true for an allowed token; and what to answer instead, where no token can be chosen."""
+    def allowed(self, rows: "Sequence[Row]", *, may_wait: bool) -> tuple[Tensor, list[SampledToken | None]]:
+        """One row each, true for an allowed token; and what to answer instead, where no token can be chosen.
+
+        `may_wait`: nobody else's token is held up by waiting a little for a grammar.
+        """
         ...
 
 
@@ -89,6 +96,27 @@ class Sampler:
         `logits` has one row (`[rows, vocab]`) for each item and one more for each of its drafts. Whatever fails, fails
         for its own item.
         """
+        try:
+            return self._sample(logits, items)
+        except Exception:
+            logger.exception("tokens cannot be chosen together; each request is tried alone")
+            float(logits.max())  # a device that is lost fails here again, and with it the step
+        results = []
+        start = 0
+        for item in items:
+            end = start + len(item.drafts) + 1
+            results.append(self._sample_alone(logits[start:end], item))
+            start = end
+        return results
+
+    def _sample_alone(self, logits: Tensor, item: StepItem) -> SampledToken:
+        try:
+            return self._sample(logits, [item])[0]
+        except Exception as error:
+            logger.exception("no token can be chosen for %s", item.request.id)
+            return SampledToken(-1, error=f"choosing the token failed: {type(error).__name__}: {error}")
+
+    def _sample(self, logits: Tensor, items: Sequence[StepItem]) -> list[SampledToken]:
         rows = [Row(item.request, item.drafts[:count]) for item in items for count in range(len(item.drafts) + 1)]
         tokens = self._choose_all(logits.float(), rows)
         if len(rows) == len(items):
@@ -112,12 +140,14 @@ class Sampler:
         changed: Tensor | None = None
         if adjusted:
             changed = logits[adjusted]
-            instead = self._adjust(changed, [rows[index] for index in adjusted])
+            instead = self._adjust(changed, [rows[index] for index in adjusted], step_rows=len(rows))
             values, best = changed.max(dim=-1)
             for index, token_id, value, other in zip(adjusted, best.tolist(), values.tolist(), instead, strict=True):
                 ids[index] = token_id
-                if finite[index] and (other is not None or value == -math.inf):
-                    replaced[index] = other or NONE_LEFT
+                if not finite[index]:
+                    continue
+                if other is not None or not math.isfinite(value):
+                    replaced[index] = other or (NONE_LEFT if value == -math.inf else OVERFLOW)
         random = [
             index for index, row in enumerate(rows) if index not in replaced and not is_greedy(row.request.params)
         ]
@@ -158,8 +188,11 @@ class Sampler:
             and row.output_tokens >= params.min_tokens
         )
 
-    def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
-        """Apply to each row, in place, what its request asks for; returns what to answer instead of a token of its."""
+    def _adjust(self, logits: Tensor, rows: Sequence[Row], *, step_rows: int) -> list[SampledToken | None]:
+        """Apply to each row, in place, what its request asks for; returns what to answer instead of a token of its.
+
+        `step_rows`: how many rows the step has, these and plain ones.
+        """
         for index, row in enumerate(rows):
             params = row.request.params
             if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
@@ -167,10 +200,8 @@ class Sampler:
             if params.logit_bias:
                 ids, biases = zip(*params.logit_bias, strict=True)
                 logits[index, list(ids)] += torch.tensor(biases, device=logits.device)
-        instead: list[SampledToken | None] = [None] * len(rows)
         held = [index for index, row in enumerate(rows) if row.request.params.grammar is not None]
-        if held:
-            self._apply_grammars(logits, rows, held, instead)
+        instead = self._apply_grammars(logits, rows, held, may_wait=len(held) == step_rows)
         for index, row in enumerate(rows):
             if row.output_tokens < row.request.params.min_tokens:
                 ends = [*self._eos_ids, *self._grammar_ends, *row.request.params.stop_token_ids]
@@ -181,13 +212,17 @@ class Sampler:
         return instead
 
     def _apply_grammars(
-        self, logits: Tensor, rows: Sequence[Row], held: Sequence[int], instead: list[SampledToken | None]
-    ) -> None:
+        self, logits: Tensor, rows: Sequence[Row], held: Sequence[int], *, may_wait: bool
+    ) -> list[SampledToken | None]:
+        """Leave what the grammars of the rows `held` allow; returns what to answer instead of a token of each row's."""
+        instead: list[SampledToken | None] = [None] * len(rows)
+        if not held:
+            return instead
         if self._masks is None:
             for index in held:
                 instead[index] = NO_MASKS
-            return
-        allowed, found = self._masks.allowed([rows[index] for index in held])
+            return instead
+        allowed, found = self._masks.allowed([rows[index] for index in held], may_wait=may_wait)
         for index, token in zip(held, found, strict=True):
             instead[index] = token
         width = logits.shape[1]
@@ -195,6 +230,7 @@ class Sampler:
             allowed = F.pad(allowed, (0, width - allowed.shape[1]))
         places = list(held)
         logits[places] = logits[places].masked_fill(~allowed[:, :width].to(logits.device), -torch.inf)
+        return instead
 
     def _penalise(self, logits: Tensor, row: Row) -> None:
         params = row.request.params

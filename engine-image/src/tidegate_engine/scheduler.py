@@ -178,6 +178,8 @@ class Scheduler:
         else:
             self._running.remove(request)
         self._finish(request, reason, now)
+        if reason is FinishReason.STOP and request.output_tokens:
+            self._lengths.learn(request.output_tokens)
         return request
 
     def apply(self, settings: BatchSettings) -> int:

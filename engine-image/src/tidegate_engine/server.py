@@ -8,7 +8,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -44,6 +44,7 @@ from tidegate_engine.openapi import describe_api
 from tidegate_engine.responses import ResponseCall, ResponseWire
 from tidegate_engine.runner import ModelInfo
 
+Handler = Callable[[Request], Awaitable[Response]]
 MAX_BODY_BYTES = 32 * 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 OLLAMA_PREFIX = "/api/"
@@ -202,6 +203,7 @@ def create_api(parts: ApiParts, *, api_keys: tuple[str, ...] = ()) -> ASGIApp:
 
 def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
+    accepted = partial(_accepted, parts.drain)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -216,25 +218,25 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         return JsonResponse(data[0])  # type: ignore[index]
 
     @app.post("/v1/completions")
+    @accepted
     async def complete(request: Request) -> Response:
         arrival = time.monotonic()
-        _check_accepts(parts.drain)
         call = parse(CompletionCall, await _read_body(request))
         generation = await completions.begin_completion(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
     @app.post("/v1/chat/completions")
+    @accepted
     async def chat(request: Request) -> Response:
         arrival = time.monotonic()
-        _check_accepts(parts.drain)
         call = parse(ChatCall, await _read_body(request))
         generation = await completions.begin_chat(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
     @app.post("/v1/responses")
+    @accepted
     async def respond(request: Request) -> Response:
         arrival = time.monotonic()
-        _check_accepts(parts.drain)
         call = parse(ResponseCall, await _read_body(request))
         make_wire = partial(ResponseWire, call)
         generation = await completions.begin_chat(call.as_chat(), arrival=arrival, make_wire=make_wire)
@@ -254,6 +256,7 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
 
 def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
+    accepted = partial(_accepted, parts.drain)
     names = completions.limits.served_names
     served = Served(
         names,
@@ -264,9 +267,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
     )
 
     @app.post("/api/chat")
+    @accepted
     async def chat(request: Request) -> Response:
         arrival = time.monotonic()
-        _check_accepts(parts.drain)
         call = parse(OllamaChatCall, await _read_body(request))
         wire = OllamaWire(call.model, is_chat=True, with_logprobs=bool(call.logprobs))
         if call.asks_nothing():
@@ -276,9 +279,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         return await _respond(generation, request, stream=call.stream is not False)
 
     @app.post("/api/generate")
+    @accepted
     async def generate(request: Request) -> Response:
         arrival = time.monotonic()
-        _check_accepts(parts.drain)
         call = parse(OllamaGenerateCall, await _read_body(request))
         wire = OllamaWire(call.model, is_chat=False, with_logprobs=bool(call.logprobs))
         if call.asks_nothing():
@@ -286,7 +289,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
             return JsonResponse(wire.loaded())
         inner = call.as_call(names)
         if isinstance(inner, CompletionCall):
-            generation = await completions.begin_completion(inner, arrival=arrival, make_wire=lambda: wire)
+            generation = await completions.begin_completion(
+                inner, arrival=arrival, make_wire=lambda: wire, default_tokens=None
+            )
         else:
             generation = await completions.begin_chat(inner, arrival=arrival, make_wire=lambda: wire)
         return await _respond(generation, request, stream=call.stream is not False)
@@ -322,25 +327,12 @@ def _add_token_routes(app: FastAPI, parts: ApiParts) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         call = parse(TokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        if (call.prompt is None) == (call.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
-        if call.messages is not None:
-            ids = await completions.encode_chat(
-                call.messages, call.tools or (), add_generation_prompt=call.add_generation_prompt
-            )
-        else:
-            ids = await completions.encode(call.prompt or "", add_special=call.add_special_tokens is not False)
-        tokens = [completions.tokenizer.decode([token_id]) for token_id in ids] if call.return_token_strs else None
-        body = {"count": len(ids), "max_model_len": completions.limits.max_model_len, "tokens": ids}
-        return JsonResponse({**body, "token_strs": tokens})
+        return JsonResponse(await completions.tokenize(call))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         call = parse(DetokenizeCall, await _read_body(request))
-        completions.check_model(call.model)
-        completions.check_ids(call.tokens, param="tokens")
-        return JsonResponse({"prompt": completions.tokenizer.decode(call.tokens)})
+        return JsonResponse(await completions.detokenize(call))
 
 
 def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
@@ -405,6 +397,18 @@ async def _read_body(request: Request) -> bytes:
 
 def _body_too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+
+
+def _accepted(drain: Drain, handler: Handler) -> Handler:
+    """`handler` for calls that are still taken; what it has begun is not cut by a drain."""
+
+    @wraps(handler)
+    async def handle(request: Request) -> Response:
+        _check_accepts(drain)
+        with drain.preparing():
+            return await handler(request)
+
+    return handle
 
 
 def _check_accepts(drain: Drain) -> None:

@@ -8,17 +8,39 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MAX_CHARACTERS = 256 * 1024
 """Of a schema or grammar; compiling takes time and memory in proportion."""
-MAX_CHOICES = 1000
+MAX_CHOICE_TEXTS = 1000
+MAX_JSON_DEPTH = 128
+"""Nesting of what a client gives as a JSON object; Python's own JSON goes a few hundred levels deep."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
 """Between two parts of a JSON answer. Without a bound, a small model fills the context with it."""
 
 Kind = Literal["json", "regex", "choice", "grammar"]
-Schema = dict[str, Any] | bool | str
-Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
+
+
+def _refuse_depth(value: object) -> object:
+    """One error however many values are too deep, unlike pydantic's JsonValue, which has one for each."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return value
+    raise PydanticCustomError("too_deep", "is nested over {limit} levels deep", {"limit": MAX_JSON_DEPTH})
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_refuse_depth)]
+"""An object out of a JSON body: it holds JSON already, so that nothing but its depth is to be checked."""
+Schema = JsonObject | bool | str
 
 
 class StructureError(ValueError):

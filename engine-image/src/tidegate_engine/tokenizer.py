@@ -28,6 +28,8 @@ from tidegate_engine.weights import (
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """`tokenizer.ggml.token_type`"""
 MAX_PIECE_CHARACTERS = 1024
+MAX_TOKENS = 1 << 22
+"""Far more than any vocabulary has; a file may claim any number."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CUT = r"{endings}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,7 +54,7 @@ _RULES = {
 }
 """How a text is cut before merging, by the name that the file gives."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""With these a cut that is a token itself is not merged from smaller ones."""
+"""With these a cut that is a token itself is not merged from smaller ones; BOS is wanted unless the file says no."""
 
 
 def load_tokenizer(path: Path | str) -> "ModelTokenizer":
@@ -91,7 +93,8 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; with a leading BOS when the model wants one and `add_special` is true."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        # Only the batch's call releases the interpreter: a long text in a thread would else stop the event loop.
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0].ids
         return [self._bos_id, *ids] if add_special and self._bos_id is not None else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -158,7 +161,6 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
     )
     if tokenizer.get_vocab_size() != len(tokens):
         raise file.invalid("is damaged: its vocabulary has a token twice")
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
     return TokenizerParts(
         tokenizer=tokenizer,
         pieces=[
@@ -166,10 +168,21 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
             for token, own in zip(tokens, types, strict=True)
         ],
         special_ids=frozenset(special),
-        bos_id=bos if isinstance(bos, int) and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") else None,
+        bos_id=_bos_id(file, tokens),
         eos_token_ids=eos_token_ids(metadata),
         template=_template(file, tokens),
     )
+
+
+def _bos_id(file: GgufFile, tokens: Sequence[str]) -> int | None:
+    """The token that goes before a text; None = none does."""
+    kind, name, bos = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "bos_token_id"))
+    by_kind = kind == "llama" or name in _WHOLE_WORDS
+    if not isinstance(bos, int) or not file.metadata.get("tokenizer.ggml.add_bos_token", by_kind):
+        return None
+    if not 0 <= bos < len(tokens):
+        raise file.invalid(f"names the token {bos} as the beginning, and its vocabulary has {len(tokens)} tokens")
+    return bos
 
 
 def _parts_of_folder(folder: Path) -> TokenizerParts:
@@ -194,7 +207,11 @@ def _parts_of_folder(folder: Path) -> TokenizerParts:
     to_bytes = _byte_rule(description, path=path)
     texts = {_token_id(token): bool(token.get("special")) for token in added}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    last = max(vocabulary.values(), default=-1)
+    most = min(rows, MAX_TOKENS) if isinstance(rows, int) else MAX_TOKENS
+    if last >= most:
+        raise ModelError("ModelInvalid", f"{path} has a token with the number {last}; possible are those below {most}")
+    pieces = [b""] * (last + 1)
     for token, index in vocabulary.items():
         pieces[index] = token.encode() if index in texts else to_bytes(token)
     return TokenizerParts(
@@ -343,7 +360,7 @@ def _template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:
     special = {}
     for name in ("bos", "eos"):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if isinstance(index, int) and index < len(tokens):
+        if isinstance(index, int) and 0 <= index < len(tokens):
             special[f"{name}_token"] = tokens[index]
     try:
         return ChatTemplate(source, special_tokens=special)

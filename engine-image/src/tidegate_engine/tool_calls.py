@@ -249,9 +249,6 @@ class ToolCallParser:
     def _calls(self, header: str, value: str) -> list[ToolCall]:
         try:
             data = json.loads(value, parse_constant=_refuse_constant)
-            # A half of a surrogate pair cannot be sent.
-            value.encode()
-            json.dumps(data, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise _NoCall from error
         named = _NAMED_HEADER.fullmatch(header) if header.strip() else None
@@ -276,7 +273,13 @@ class ToolCallParser:
                 raise _NoCall from error
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             raise _NoCall
-        return ToolCall(_new_id(self._format.id_characters), name, json.dumps(arguments, ensure_ascii=False))
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except (ValueError, RecursionError) as error:
+            # Half of a surrogate pair, and a number too large for a float, cannot be sent.
+            raise _NoCall from error
+        return ToolCall(_new_id(self._format.id_characters), name, text)
 
     def _give_up(self) -> str:
         """The mark is text after all; what stands behind it is looked at again."""

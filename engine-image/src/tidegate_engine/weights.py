@@ -36,6 +36,11 @@ class Source:
     rows: int
 
 
+def and_others(names: Sequence[str]) -> str:
+    """What follows the first of `names` in a sentence."""
+    return f" and {len(names) - 1} others" if len(names) > 1 else ""
+
+
 def parse_json_object(content: bytes, *, path: Path) -> dict[str, object]:
     """A JSON object in which no key stands twice; raises ModelError."""
 

@@ -20,8 +20,8 @@ from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.rope import Rope, rope_fault
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig, parameter_shapes
-from tidegate_engine.weights import Source
-from tidegate_kernels.weight import Dense, Weight
+from tidegate_engine.weights import Source, and_others
+from tidegate_kernels.weight import Dense, Weight, slice_rows
 
 MAX_CONTEXT_TOKENS = 1 << 20
 """A damaged file may claim any."""
@@ -104,9 +104,8 @@ def load_gguf(
             entry = file.tensors[tensor]
             stored = _read_tensor(file, entry, tensor_bytes)
             for name in names:
-                weight, source = stored, sources[name]
-                if len(entry.shape) == 3 or source.rows < entry.shape[0]:
-                    weight = _rows(stored, source)
+                source = sources[name]
+                weight = slice_rows(stored, source.first_row, source.rows)
                 if permuted_qk and (part := name.rpartition(".")[2]) in ("q", "k", "q_bias", "k_bias"):
                     layer = config.layers[int(name.split(".")[1])]
                     heads = layer.heads if part.startswith("q") else layer.kv_heads
@@ -140,6 +139,11 @@ def read_config(file: GgufFile) -> DecoderConfig:
     embedding = file.tensors.get(_NAMES["embedding"])
     if embedding is None:
         raise file.invalid(f"lacks the tensor {_NAMES['embedding']}")
+    if len(embedding.shape) != 2 or 0 in embedding.shape:
+        raise file.invalid(f"has {embedding.name} in the shape {embedding.shape}; a row for each token is needed")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise file.invalid(f"has {len(tokens)} tokens, and {embedding.name} has {embedding.shape[0]} rows")
     count = metadata.whole("block_count")
     if count > len(file.tensors):
         raise file.invalid(f"is damaged: it claims {count} layers and has {len(file.tensors)} tensors")
@@ -307,10 +311,10 @@ def _check_tensors(file: GgufFile, config: DecoderConfig, sources: Mapping[str, 
         stacked = (rows // source.rows, source.rows) if ".experts." in name else (rows,)
         expected[source.tensor] = (*stacked, *shapes[name][1:])
     if missing := sorted(expected.keys() - file.tensors.keys()):
-        raise file.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
+        raise file.invalid(f"lacks the tensor {missing[0]}{and_others(missing)}")
     of_config = {_SHORT_DIVISORS, _LONG_DIVISORS} if _LONG_DIVISORS in file.tensors else {_ROPE_DIVISORS}
     if foreign := sorted(file.tensors.keys() - expected.keys() - of_config):
-        raise file.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+        raise file.invalid(f"has the tensor {foreign[0]}{and_others(foreign)}, which this engine has no use for")
     for tensor, shape in expected.items():
         if (found := file.tensors[tensor].shape) != shape:
             raise file.invalid(f"has {tensor} in the shape {found}; expected is {shape}")
@@ -319,13 +323,6 @@ def _check_tensors(file: GgufFile, config: DecoderConfig, sources: Mapping[str, 
 def unpermute(weight: Weight, *, rows: int, heads: int) -> Weight:
     """Undo the converter's row order (pairs side by side) for rotation of a head's halves."""
     return weight.select(torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1))
-
-
-def _rows(stored: Weight, source: Source) -> Weight:
-    if isinstance(stored, Dense):
-        values = stored.values.flatten(0, -2) if stored.values.dim() == 3 else stored.values
-        return Dense(values[source.first_row : source.first_row + source.rows])
-    return stored.select(torch.arange(source.first_row, source.first_row + source.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +390,3 @@ def _read_tensor(file: GgufFile, entry: TensorEntry, tensor_bytes: TensorBytes) 
     if not is_finite(entry.type, weight, stored):
         raise file.invalid(f"is damaged: {entry.name} holds values that are not finite")
     return weight
-
-
-def _and_others(names: list[str]) -> str:
-    return f" and {len(names) - 1} others" if len(names) > 1 else ""

@@ -401,6 +401,8 @@ def _take(module: str, parts: Mapping[str, Tensor], *names: str) -> list[Tensor]
     for name in names:
         if name not in parts:
             raise QuantisationError(f"lacks the tensor {module}.{name}")
+        if not parts[name].numel():
+            raise QuantisationError(f"has {module}.{name} in the shape {tuple(parts[name].shape)}, without a value")
         if name != "weight_shape" and parts[name].dim() != 2 and not name.startswith("weight_scale"):
             raise QuantisationError(f"has {module}.{name} in the shape {tuple(parts[name].shape)}; a matrix is needed")
         if name in _FACTORS and parts[name].dtype not in _FACTOR_DTYPES:

@@ -24,15 +24,17 @@ from tidegate_engine.safetensors_file import (
     read_checkpoint,
 )
 from tidegate_engine.transformer import DecoderConfig, parameter_shapes
-from tidegate_engine.weights import Source
+from tidegate_engine.weights import Source, and_others
 from tidegate_engine.weights_quantised import QuantisationError, Scheme, parts_of, read_scheme
-from tidegate_kernels.weight import Dense, Weight
+from tidegate_kernels.weight import Dense, Weight, slice_rows
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTISED_DTYPES = DTYPES | {
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+MAX_INDEX_DIGITS = 4
+"""Of a layer's number; Python refuses to read one of thousands of digits."""
 _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LLAMA = {
     "attention_norm": "input_layernorm",
@@ -95,7 +97,8 @@ def load_safetensors(
     for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
         stored = _read_weight(model, tensor, maps)
         for name in names:
-            weight = _rows(stored, model.sources[name])
+            source = model.sources[name]
+            weight = slice_rows(stored, source.first_row, source.rows)
             wanted = precision.of(name, tied_head=config.tied_head)
             if wanted is not None:
                 parameters[name] = to_precision(name, weight, wanted)
@@ -122,15 +125,6 @@ def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) 
     if weight.shape != shape:
         raise checkpoint.invalid(f"has {module} in the shape {weight.shape}; expected is {shape}")
     return weight
-
-
-def _rows(stored: Weight, source: Source) -> Weight:
-    """The rows of a tensor that are one parameter's."""
-    if isinstance(stored, Dense):
-        return Dense(stored.values[source.first_row : source.first_row + source.rows])
-    if (source.first_row, source.rows) == (0, stored.shape[0]):
-        return stored
-    return stored.select(torch.arange(source.first_row, source.first_row + source.rows))
 
 
 def quantisation_of(folder: Path) -> str | None:
@@ -276,7 +270,7 @@ def _stored_shapes(
     shapes: dict[str, tuple[int, ...]] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors):
         index, _, rest = module.removeprefix(stem).partition(".")
-        if module.startswith(stem) and index.isdecimal() and rest in parts:
+        if module.startswith(stem) and index.isdecimal() and len(index) <= MAX_INDEX_DIGITS and rest in parts:
             shape = _module_shape(checkpoint, module, scheme)
             if shape is not None:
                 shapes[f"layers.{int(index)}.{parts[rest]}"] = shape
@@ -299,12 +293,12 @@ def _check_tensors(model: _Folder) -> None:
         modules = {tensor: parts_of(tensor.removesuffix(".weight"), checkpoint.tensors) for tensor in expected}
         quantised = {tensor: parts for tensor, parts in modules.items() if parts}
     if missing := sorted(expected.keys() - checkpoint.tensors.keys() - quantised.keys()):
-        raise checkpoint.invalid(f"lacks the tensor {missing[0]}{_and_others(missing)}")
+        raise checkpoint.invalid(f"lacks the tensor {missing[0]}{and_others(missing)}")
     known = expected.keys() | {name for parts in quantised.values() for name in parts.values()}
     if model.config.tied_head:
         known |= {_head_name(checkpoint)}
     if foreign := sorted(checkpoint.tensors.keys() - known):
-        raise checkpoint.invalid(f"has the tensor {foreign[0]}{_and_others(foreign)}, which this engine has no use for")
+        raise checkpoint.invalid(f"has the tensor {foreign[0]}{and_others(foreign)}, which this engine has no use for")
     for tensor in quantised:
         for name in quantised[tensor].values():
             if checkpoint.tensors[name].dtype not in QUANTISED_DTYPES:
@@ -337,7 +331,3 @@ def _check_tied_head(
 def _head_name(checkpoint: SafetensorsCheckpoint) -> str:
     prefix = _prefix(checkpoint)
     return f"{'' if prefix == _PREFIXES[2] else prefix}lm_head.weight"
-
-
-def _and_others(names: list[str]) -> str:
-    return f" and {len(names) - 1} others" if len(names) > 1 else ""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
+from tidegate_kernels.quantised import INT8_MAX
 from tidegate_kernels.weight import Weight, linear
 
-INT8_MAX = 127
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
 

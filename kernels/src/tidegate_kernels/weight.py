@@ -1,7 +1,8 @@
 """Weight matrices in the precisions that the engine multiplies with, and the few operations that it needs of them.
 
 Owns each precision's layout and its product on the CPU. Which precision a parameter gets is the engine's to say, and so
-is what a checkpoint's tensors mean; `transformer` calls `linear` and `gather_rows`, the readers `concat_rows`.
+is what a checkpoint's tensors mean; `transformer` calls `linear` and `gather_rows`, the readers `slice_rows` and
+`concat_rows`.
 """
 
 import platform
@@ -72,6 +73,19 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 def gather_rows(weight: Weight, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The values of some rows (an embedding's), `[len(rows), in]`."""
     return weight.select(rows).dequantised(dtype)
+
+
+def slice_rows(weight: Weight, first: int, count: int) -> Weight:
+    """Rows one after the other (one parameter's of a stored tensor) as a weight of the same kind.
+
+    Not copied where the weight is `Dense`, whose values may have one dimension or, as rows below each other, three.
+    """
+    if isinstance(weight, Dense):
+        values = weight.values.flatten(0, -2) if weight.values.dim() == 3 else weight.values
+        return Dense(values[first : first + count])
+    if (first, count) == (0, weight.shape[0]):
+        return weight
+    return weight.select(torch.arange(first, first + count))
 
 
 def concat_rows(parts: Sequence[Weight]) -> Weight:

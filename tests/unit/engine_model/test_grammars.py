@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidegate_engine import grammars as grammars_module
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.grammars import Grammars
@@ -231,7 +233,11 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch: 
         is_done.wait()
         return compile_now(grammars, grammar)
 
+    def wait(*_: object) -> None:
+        raise AssertionError("the other's token is held up")
+
     monkeypatch.setattr(Grammars, "_new_matcher", compile_late)
+    monkeypatch.setattr(grammars_module, "wait", wait)
     slow, other = ask("slow", grammar_of("choice", ["yes"])), ask("other", None, max_tokens=5, ignore_eos=True)
     scheduler = Scheduler(BatchSettings(4, 64, 64), BlockPool(40, 4), max_model_len=200)
     scheduler.add(slow)
@@ -244,10 +250,77 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch: 
         assert (slow.finish_reason, slow.output_ids, slow.num_computed) == (None, [], 2)
     finally:
         is_done.set()
+    monkeypatch.undo()
     while scheduler.has_work:
         step = scheduler.plan(0.0)
         scheduler.commit(step, model.run(step), 0.0)
     assert vocabulary.text(slow.output_ids) == "yes"
+
+
+def test_a_step_of_nothing_but_new_grammars_waits_a_little_for_one() -> None:
+    vocabulary = VOCABULARIES["byte-level"]
+    model = RandomModel(vocabulary)
+    waiting = ask("a", grammar_of("choice", ["yes"]))
+    waits: list[int] = []
+
+    def wait(futures: list[Any], *_: object) -> None:
+        waits.append(len(futures))
+        [future.result() for future in futures]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars_module, "wait", wait)
+        serve(model, [waiting])
+    assert (waits, vocabulary.text(waiting.output_ids)) == ([1], "yes")
+
+
+def test_more_new_grammars_than_are_kept_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = VOCABULARIES["byte-level"]
+    model = RandomModel(vocabulary)
+    may_compile = threading.Event()
+    compile_now = Grammars._new_matcher
+    compiled = []
+
+    def compile_late(grammars: Grammars, grammar: str) -> object:
+        may_compile.wait()
+        compiled.append(grammar)
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_new_matcher", compile_late)
+    monkeypatch.setattr(grammars_module, "MAX_COMPILED", 2)
+    requests = [ask(str(number), grammar_of("choice", [f"n{number}"])) for number in range(6)]
+    again = ask("again", requests[0].params.grammar)
+    masks = model.sampler._masks
+    assert isinstance(masks, Grammars)
+    for _ in range(2):
+        masks.prepare([*requests, again])
+    may_compile.set()
+    serve(model, [*requests, again])
+    assert [vocabulary.text(request.output_ids) for request in requests] == [f"n{number}" for number in range(6)]
+    assert vocabulary.text(again.output_ids) == "n0"
+    assert compiled == [request.params.grammar for request in requests]
+    masks.prepare([ask("new", grammar_of("choice", ["x"]))])
+    assert len(masks._compiled) <= 3, "what is compiled is forgotten, what is not is kept"
+
+
+@pytest.mark.parametrize("speculation", [None, NgramSpeculation(4, 1, 3)])
+def test_a_grammar_that_gives_up_in_the_middle_is_no_end_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch, speculation: NgramSpeculation | None
+) -> None:
+    vocabulary = VOCABULARIES["byte-level"]
+    model = RandomModel(vocabulary)
+
+    def with_little_fuel(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
+        limits = llguidance.LLParserLimits(step_lexer_fuel=300)
+        assert grammars._tokenizer is not None
+        return llguidance.LLMatcher(grammars._tokenizer, grammar, log_level=0, limits=limits)
+
+    serve(model, [ask("first", grammar_of("choice", ["yes"]))])
+    monkeypatch.setattr(Grammars, "_new_matcher", with_little_fuel)
+    request = ask("a", grammar_of("regex", "(ab){1,3}[ab]*a[ab]{60}"), temperature=0)
+    other = ask("b", None, max_tokens=30, ignore_eos=True)
+    serve(model, [request, other], speculation=speculation)
+    assert request.finish_reason is FinishReason.ERROR and request.output_tokens > 0
+    assert other.finish_reason is FinishReason.LENGTH
 
 
 def test_matchers_go_with_their_requests() -> None:

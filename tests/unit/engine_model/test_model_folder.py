@@ -141,6 +141,36 @@ def test_a_text_never_becomes_a_token_that_the_model_has_no_row_for(write_folder
 
 
 @pytest.mark.parametrize(
+    ("number", "vocab_size", "below"),
+    [(300, 264, 264), (4_000_000_000, 10**12, 1 << 22), (4_000_000_000, None, 1 << 22)],
+)
+def test_a_vocabulary_with_numbers_that_the_model_has_no_rows_for_is_refused(
+    write_folder: Callable[..., Path], number: int, vocab_size: int | None, below: int
+) -> None:
+    folder = write_folder()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    description = json.loads((folder / "tokenizer.json").read_text())
+    description["model"]["vocab"]["zzz"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ModelError, match=f"has a token with the number {number}.*; possible are those below {below}$"):
+        load_tokenizer(folder)
+
+
+def test_an_added_token_with_a_wrong_number_is_refused_where_its_own_has_no_row(
+    write_folder: Callable[..., Path],
+) -> None:
+    folder = write_folder()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 260}))
+    description = json.loads((folder / "tokenizer.json").read_text())
+    description["added_tokens"][1]["id"] = 3
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ModelError, match="has a token with the number 260; possible are those below 260"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         (None, "holds no tokenizer.json"),

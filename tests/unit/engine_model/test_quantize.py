@@ -8,12 +8,14 @@ import torch
 from gguf import GGMLQuantizationType
 
 from tidegate_engine.blocks import BlockPool
-from tidegate_engine.precision import Precision, matrix_bytes, parse_precision
+from tidegate_engine.checkpoint import open_checkpoint
+from tidegate_engine.precision import Precision, matrix_bytes, parse_precision, weight_bytes
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.request import Request, SamplingParams
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
+from tidegate_engine.transformer import parameter_shapes
 from tidegate_engine.weights import ModelError
 from tidegate_kernels.quantised import quantise_int8
 from tidegate_kernels.weight import Dense
@@ -74,6 +76,16 @@ def test_weights_take_the_bytes_that_arithmetic_says(tiny_model: Path) -> None:
     mlp = sum(matrix_bytes("int4-g8", shape) for shape in ((96, 72), (96, 72), (72, 96)))
     vocabulary = 263
     assert found == 2 * (attention + mlp) + vocabulary * 72 * 2 + 5 * 72 * 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_in_fp32_takes_the_bytes_that_are_told_before_it_is_loaded(
+    write_tiny_model: Callable[..., Path], tied: bool
+) -> None:
+    checkpoint = open_checkpoint(write_tiny_model(tied=tied))
+    policy, shapes = parse_precision("stored"), parameter_shapes(checkpoint.config)
+    told = weight_bytes(policy, shapes, checkpoint.stored_bytes, tied_head=tied)
+    assert told == runner_of(checkpoint.path, policy).info.weight_bytes
 
 
 @pytest.mark.parametrize(

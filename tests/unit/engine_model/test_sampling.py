@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.request import Request, SampledToken, SamplingParams, StepItem
-from tidegate_engine.sampling import Sampler, choose, uniform
+from tidegate_engine.sampling import Row, Sampler, choose, uniform
 
 VOCAB = 50
 EOS = (7,)
@@ -261,3 +262,43 @@ def test_a_request_that_bans_every_token_fails_alone() -> None:
     tokens = sample(logits, [request(temperature=0, min_tokens=3), request("b", temperature=0)])
     assert (tokens[0].error, tokens[0].is_corrupted) == ("no token is left to choose from", False)
     assert tokens[1].token_id == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_makes_logits_infinite_fails_its_own_request(temperature: float) -> None:
+    logits = draw_logits(6, rows=2).abs()
+    plain = request("plain", temperature=temperature, seed=1)
+    tokens = sample(logits, [request(repetition_penalty=1e-300, temperature=temperature), plain])
+    assert "infinite" in (tokens[0].error or "") and not tokens[0].is_corrupted
+    assert tokens[1] == sample(logits[1:], [plain])[0] and tokens[1].error is None
+
+
+class RaisingMasks:
+    """Fails for one request, as nothing should."""
+
+    eos_ids = EOS
+
+    def prepare(self, requests: Iterable[Request]) -> None: ...
+
+    def allowed(self, rows: Sequence[Row], *, may_wait: bool) -> tuple[torch.Tensor, list[SampledToken | None]]:
+        if any(row.request.id == "bad" for row in rows):
+            raise IndexError("the 3rd of 2")
+        return torch.ones(len(rows), VOCAB, dtype=torch.bool), [None] * len(rows)
+
+
+def test_whatever_is_raised_for_one_request_costs_the_others_nothing() -> None:
+    logits = draw_logits(7, rows=4)
+    good, bad, last = request("good", grammar="x", seed=3), request("bad", grammar="x"), request("last", seed=4)
+    drafted = StepItem(good, 0, 2, True, (), [8])
+    items = [drafted, StepItem(bad, 0, 1, True, ()), StepItem(last, 0, 1, True, ())]
+    tokens = Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits, items)
+    assert tokens[1].error == "choosing the token failed: IndexError: the 3rd of 2"
+    assert tokens[0] == Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits[:2], [drafted])[0]
+    assert tokens[0].error is None
+    assert tokens[2] == sample(logits[3:], [last])[0]
+
+
+def test_logits_that_cannot_be_read_fail_the_step() -> None:
+    """As those of a device that is lost."""
+    with pytest.raises(RuntimeError):
+        sample(torch.empty(1, VOCAB, device="meta"), [request()])

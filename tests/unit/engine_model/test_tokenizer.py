@@ -4,6 +4,8 @@ transformers' own GGUF conversion ignores the file's pre-tokeniser, so the oracl
 in pieces as the `smollm` rule cuts it: every numeric character by itself.
 """
 
+import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from itertools import pairwise
@@ -113,6 +115,27 @@ def test_the_tokens_bytes_make_up_the_text(tokenizer: ModelTokenizer, known_byte
     assert tokenizer.decode(ids) == text
 
 
+def test_other_threads_run_while_a_long_text_is_cut(tokenizer: ModelTokenizer) -> None:
+    order: list[str] = []
+    text = " ".join(map(str, range(40_000)))
+
+    def cut() -> None:
+        tokenizer.encode(text)
+        order.append("cut")
+
+    thread = threading.Thread(target=cut)
+    interval = sys.getswitchinterval()
+    # No thread is stopped in its work, so the other one runs only where the first lets go by itself.
+    sys.setswitchinterval(60)
+    try:
+        thread.start()
+        order.append("other")
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert order == ["other", "cut"]
+
+
 def test_special_tokens_are_read_by_name_and_add_no_text(tokenizer: ModelTokenizer) -> None:
     ids = tokenizer.encode("<|im_start|>user<|im_end|>")
     assert (ids[0], ids[-1]) == (1, 2)
@@ -139,6 +162,24 @@ def test_bos_is_added_to_plain_texts_when_the_model_wants_it_and_never_to_chats(
     assert tokenizer.chat([{"role": "user", "content": "the"}]).count(1) == 2  # both are the template's
 
 
+@pytest.mark.parametrize(
+    ("name", "stated", "begins"),
+    [
+        *((name, None, True) for name in ("llama-bpe", "llama3", "llama-v3")),
+        ("llama-bpe", 0, False),
+        ("dbrx", None, False),
+        ("qwen2", None, False),
+    ],
+)
+def test_llama_3s_vocabularies_want_bos_unless_the_file_says_no(
+    write_tiny_model: WriteModel, name: str, stated: int | None, begins: bool
+) -> None:
+    metadata = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": stated}
+    tokenizer = load_tokenizer(write_tiny_model(metadata=metadata))
+    plain = tokenizer.encode("the", add_special=False)
+    assert tokenizer.encode("the") == ([1, *plain] if begins else plain)
+
+
 def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
     tokenizer = load_tokenizer(write_tiny_model())
     assert [tokenizer.token_bytes(token) for token in tokenizer.encode("in the")] == [b"in", b" the"]
@@ -155,6 +196,10 @@ def test_merges_are_applied(write_tiny_model: WriteModel) -> None:
         ({"tokenizer.ggml.model": "llama"}, "has no tokenizer: tokenizer.ggml.scores is missing"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer: tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "is damaged: it has 263 tokens and 2 token types"),
+        (
+            {"tokenizer.ggml.add_bos_token": 1, "tokenizer.ggml.bos_token_id": 263},
+            "names the token 263 as the beginning, and its vocabulary has 263 tokens",
+        ),
         ({"tokenizer.ggml.merges": ["q zzz"]}, "is damaged: its merges do not fit its vocabulary"),
         ({"tokenizer.ggml.merges": ["th"]}, "is damaged: the merge 'th' has one part"),
     ],
@@ -179,6 +224,26 @@ def test_templates_may_refuse_messages_in_their_own_words() -> None:
 def test_templates_have_the_tokens_the_loop_controls_and_plain_json() -> None:
     assert render("{{ bos_token }}{% for m in messages %}{% break %}{% endfor %}") == "<s>"
     assert render("{{ messages[1].content | tojson }}") == '"Hi <b>there</b> & you"'
+    assert render("""{{ {"b": "é", "a": 1} | tojson(true, none, (",", ":"), true) }}""") == '{"a":1,"b":"\\u00e9"}'
+    assert render("""{{ {"b": "é"} | tojson(indent=1, separators=(", ", ":")) }}""") == '{\n "b":"é"\n}'
+
+
+def test_what_a_template_marks_as_generated_is_text_as_any_other() -> None:
+    source = """
+        {%- for m in messages %}
+        {%- if m.role == "assistant" %}{% generation %}
+        {%- set said = m.content %}{{ "A:" + said }}{% endgeneration %}
+        {%- else %}{{ "Q:" + m.content | string | length | string }}{% endif %};
+        {%- endfor %}{{ said is defined }}"""
+    assert render(source) == "Q:9;Q:21;A:Hello.;Q:13;False"
+    with pytest.raises(ChatTemplateError, match=r"cannot be read: .*endgeneration"):
+        render("{% generation %}")
+
+
+def test_templates_multiply_what_they_need_for_a_layout() -> None:
+    assert render(
+        "{{ '-' * 3 }}{{ 2 * '=' }} {{ 6 * 7 }} {{ 2 ** 10 }} {{ 2.5 * 2 }} {{ 4 ** -1 }} {{ 'x' * -1 }}"
+    ) == ("---== 42 1024 5.0 0.25 ")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +254,13 @@ def test_templates_have_the_tokens_the_loop_controls_and_plain_json() -> None:
         "{% for x in range(999999999) %}{% endfor %}",
         "{{ messages[99].content.x }}",
         "{{ 1 / 0 }}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ 100000000000 * [0] }}",
+        "{% set n = messages | length * 10 ** 11 %}{{ 'a' * n }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 2 ** 20000 }}",
+        "{{ 'a'.index('b') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_a_template_that_oversteps_fails_as_one_request(source: str) -> None:
@@ -202,6 +274,19 @@ def test_a_template_that_cannot_be_read_and_a_model_without_one_are_refused(writ
     bare = load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         bare.chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "1" * 5000 + " }}",
+    ],
+)
+def test_a_template_too_large_to_compile_is_refused(write_tiny_model: WriteModel, source: str) -> None:
+    with pytest.raises(ModelError, match=r"ModelInvalid: .*its chat template cannot be read"):
+        load_tokenizer(write_tiny_model(metadata={"tokenizer.chat_template": source}))
 
 
 def test_another_template_may_be_used_and_renders_tools(tokenizer: ModelTokenizer, real_model: Path) -> None:

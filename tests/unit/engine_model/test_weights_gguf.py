@@ -104,6 +104,33 @@ def test_what_the_engine_cannot_serve_is_named(
     assert expected in refusal(path)
 
 
+def test_a_header_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    name, count, of_bytes = b"tokenizer.ggml.token_type", 300 << 20, 0
+    path = tmp_path / "x.gguf"
+    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(name)) + name + struct.pack("<IIQ", 9, of_bytes, count)
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + count)
+    assert refusal(path) == f"ModelInvalid: {path} has a header of more than 256 MiB, which no model needs"
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((0, 72), "has token_embd.weight in the shape (0, 72); a row for each token is needed"),
+        ((72,), "has token_embd.weight in the shape (72,); a row for each token is needed"),
+        ((262, 72), "has 263 tokens, and token_embd.weight has 262 rows"),
+    ],
+)
+def test_an_embedding_without_a_row_for_each_token_is_refused(
+    write_tiny_model: WriteModel, shape: tuple[int, ...], expected: str
+) -> None:
+    def cut(tensors: dict[str, np.ndarray]) -> None:
+        tensors["token_embd.weight"] = np.ones(shape, dtype=np.float32)
+
+    assert expected in refusal(write_tiny_model(edit=cut))
+
+
 def test_a_tensor_too_many_is_refused(write_tiny_model: WriteModel) -> None:
     def add(tensors: dict[str, np.ndarray]) -> None:
         tensors["blk.0.attn_rot_embd.weight"] = np.ones(4, dtype=np.float32)

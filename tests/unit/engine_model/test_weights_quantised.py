@@ -348,6 +348,32 @@ def test_tensors_of_any_shape_and_type_are_a_weight_or_refused(method: str, data
 
 
 @pytest.mark.parametrize("method", SOUND)
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_a_matrix_without_values_is_refused(method: str, side: str) -> None:
+    config, make = SOUND[method]
+    parts = make()
+    across = (side == "columns") != (method in ("awq", "gptq"))
+    for name in ("weight", "qweight", "weight_packed"):
+        if name in parts:
+            parts[name] = parts[name][:, :0] if across else parts[name][:0]
+    of_rows = {
+        "qzeros": 1,
+        "weight_zero_point": 0,
+        "weight_scale": 0,
+        "scales": 0 if method == "mlx" else 1,
+        "biases": 0,
+    }
+    of_columns = {"biases": 1, "scales": 1 if method == "mlx" else 2, "g_idx": 0}
+    for name, dimension in (of_rows if side == "rows" else of_columns).items():
+        if name in parts and dimension < parts[name].dim():
+            parts[name] = parts[name].narrow(dimension, 0, 0)
+    if method == "packed":
+        parts["weight_shape"] = torch.tensor([0, IN] if side == "rows" else [OUT, 0])
+    with pytest.raises(QuantisationError, match=rf"has {NAME}\.\w+ in the shape \(.*\), without a value"):
+        weight_of(config, parts)
+
+
+@pytest.mark.parametrize("method", SOUND)
 def test_scales_that_are_not_finite_are_refused(method: str) -> None:
     config, make = SOUND[method]
     parts = make()

@@ -226,6 +226,13 @@ def test_integers_for_weights_are_refused(copy: Callable[[str], Path]) -> None:
     )
 
 
+def test_a_layer_whose_number_is_too_long_to_be_read_is_one_too_many(copy: Callable[[str], Path]) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"model.layers.{'1' * 5000}.mlp.up_proj.weight"] = torch.ones(4, 4)
+
+    assert "which this engine has no use for" in refusal(rewrite(copy("llama"), add))
+
+
 def test_tables_of_old_checkpoints_and_the_parts_that_see_are_left_alone(copy: Callable[[str], Path]) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
