@@ -38,17 +38,13 @@ class Quantised(Weight):
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8(Quantised):
-    """e4m3 codes with a scale for each row, or for each block of 128 × 128; activations are rounded to FP8 too.
-
-    Activations get a scale for each token, or for each 128 columns of a token.
-    """
+class Scaled(Quantised):
+    """One code a value, and scales for rows or for blocks of them."""
 
     codes: Tensor
+    """`[out, in]`"""
     scales: Tensor
-    """fp32, `[out, 1]` or `[⌈out / 128⌉, ⌈in / 128⌉]`"""
-    in_blocks: bool
-    quantised_activations: bool = True
+    """fp32, `[out, 1]` or, in blocks, `[⌈out / 128⌉, ⌈in / 128⌉]`"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,6 +54,17 @@ class Fp8(Quantised):
     @property
     def size_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(Scaled):
+    """e4m3 codes with a scale for each row, or for each block of 128 × 128; activations are rounded to FP8 too.
+
+    Activations get a scale for each token, or for each 128 columns of a token.
+    """
+
+    in_blocks: bool
+    quantised_activations: bool = True
 
     @property
     def precision(self) -> str:
@@ -109,21 +116,8 @@ def _rounded_to_fp8(x: Tensor, group: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Quantised):
+class Int8(Scaled):
     """int8 codes with a scale for each row; activations are rounded to int8 with a scale for each token."""
-
-    codes: Tensor
-    scales: Tensor
-    """fp32 `[out, 1]`"""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.codes.shape
-        return rows, columns
-
-    @property
-    def size_bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
 
     @property
     def precision(self) -> str:

@@ -124,8 +124,8 @@ def multiplies_halves() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense(Weight):
-    """Floating-point values as they are."""
+class Unscaled(Weight):
+    """One tensor of values, and nothing beside it."""
 
     values: Tensor
 
@@ -137,6 +137,11 @@ class Dense(Weight):
     @property
     def size_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Unscaled):
+    """Floating-point values as they are."""
 
     @property
     def precision(self) -> str:
@@ -174,19 +179,8 @@ class Dense(Weight):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed(Weight):
+class Packed(Unscaled):
     """fp32 values in oneDNN's own order, for the product alone."""
-
-    values: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns
-
-    @property
-    def size_bytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
 
     @property
     def precision(self) -> str:
