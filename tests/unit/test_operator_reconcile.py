@@ -52,8 +52,11 @@ class MemoryCluster:
         self._fail("get", resource.kind)
         return deepcopy(self.objects.get((resource.kind, address)))
 
-    async def apply(self, resource: Resource, manifest: Manifest) -> Manifest:
+    async def apply(self, resource: Resource, manifest: Manifest, *, only_if_absent: bool = False) -> Manifest:
         self._fail("apply", resource.kind)
+        address = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        if only_if_absent and (resource.kind, address) in self.objects:
+            raise ApiError(409, "Conflict", "it is there")
         self.writes.append(("apply", resource.kind))
         return self.put(resource.kind, deepcopy(dict(manifest)))
 

@@ -26,6 +26,8 @@ PAGE_ITEMS = 500
 STATUS_MANAGER = f"{api.FIELD_MANAGER}-status"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+VERSION_OF_NOTHING = "1"
+"""The store's first write has version 2: as a precondition, this one fails for every object and holds for none."""
 LONGEST_RETRY_AFTER_SECONDS = 10.0
 BUSY_RETRIES = 3
 
@@ -91,9 +93,14 @@ class Cluster:
                 return items
             query["continue"] = token
 
-    async def apply(self, resource: Resource, manifest: Manifest) -> Manifest:
-        """Server-side apply; returns what stands now. Fields of other managers stay, ours are taken by force."""
+    async def apply(self, resource: Resource, manifest: Manifest, *, only_if_absent: bool = False) -> Manifest:
+        """Server-side apply; returns what stands now. Fields of other managers stay, ours are taken by force.
+
+        With `only_if_absent` an object of that name, whosever it is, stays as it is: `ApiError` 409.
+        """
         metadata = manifest["metadata"]
+        if only_if_absent:
+            manifest = {**manifest, "metadata": {**metadata, "resourceVersion": VERSION_OF_NOTHING}}
         query = {"fieldManager": api.FIELD_MANAGER, "force": "true"}
         path = resource.path(metadata["namespace"], metadata["name"])
         return await self._call("PATCH", path, query=query, body=manifest, content_type=APPLY)

@@ -60,7 +60,7 @@ class ClusterPort(Protocol):
 
     async def get(self, resource: Resource, address: Key) -> Manifest | None: ...
 
-    async def apply(self, resource: Resource, manifest: Manifest) -> Manifest: ...
+    async def apply(self, resource: Resource, manifest: Manifest, *, only_if_absent: bool = False) -> Manifest: ...
 
     async def apply_status(self, seen: Manifest, status: Mapping[str, Any]) -> Manifest: ...
 
@@ -320,13 +320,22 @@ class Reconciler:
         applied = self._applied.setdefault(key, {})
         if live is not None and applied.get(kind) == (digest, content_version(live)):
             return None
-        if live is None and (found := await self._ports.cluster.get(resource, address)) is not None:
-            live = slim(resource, found)
+        body = None
+        if live is None:
+            try:
+                body = await self._ports.cluster.apply(resource, manifest, only_if_absent=True)
+            except ApiError as error:
+                if error.status != 409:
+                    raise
+                # It lacks our label, or the watch has not told of it yet.
+                found = await self._ports.cluster.get(resource, address)
+                live = None if found is None else slim(resource, found)
         if live is not None and live["metadata"]["owner"] != target.uid:
             name = f"{kind} {address[1]}"
             message = f"{name} exists and belongs to something else: delete it, or choose another name"
             return Problem(Reason.NAME_TAKEN, message, permanent=False)
-        body = await self._ports.cluster.apply(resource, manifest)
+        if body is None:
+            body = await self._ports.cluster.apply(resource, manifest)
         self._store.put(resource, body)
         applied[kind] = (digest, content_version(body))
         return None
