@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate_engine import admin as admin_module
 from tidegate_engine.cli import main
-from tidegate_engine.engine import Output
+from tidegate_engine.engine import Engine, Output
 from tidegate_engine.lora import LoraLimits
 from tidegate_engine.request import Adapter, Request, SampledToken, Step
 from tidegate_engine.serve import Process
@@ -73,6 +73,12 @@ async def client(engine: Process) -> AsyncIterator[openai.AsyncOpenAI]:
     base = f"http://127.0.0.1:{engine.api_port}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
         yield client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # the engine's thread changes it
+            await asyncio.sleep(0.005)
 
 
 async def complete(client: openai.AsyncOpenAI, model: str, *, max_tokens: int = 12) -> str:
@@ -173,6 +179,7 @@ async def test_orders_that_cannot_be_followed_say_why_and_change_nothing(
 
 async def test_unloading_serves_the_name_no_more_and_waits_for_who_has_begun(
     engine: Process,
+    loops: Mapping[Process, Engine],
     runner: HeldRunner,
     client: openai.AsyncOpenAI,
     admin: httpx.AsyncClient,
@@ -182,10 +189,8 @@ async def test_unloading_serves_the_name_no_more_and_waits_for_who_has_begun(
     runner.gate.clear()
     answer = asyncio.create_task(complete(client, "sql", max_tokens=40))
     assert engine.state.loaded is not None
-    loop = engine.state.loaded.engine
-    async with asyncio.timeout(20):
-        while not loop.unfinished:  # noqa: ASYNC110  # the call is on its way
-            await asyncio.sleep(0.005)
+    loop = loops[engine]
+    await until(lambda: loop.scheduler.running == 1)
     monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.0)
     early = await admin.post(UNLOAD, json={"lora_name": "sql"})
     assert (early.status_code, early.json()) == (202, {"name": "sql", "unloaded": False, "requests_left": 1})
@@ -193,8 +198,8 @@ async def test_unloading_serves_the_name_no_more_and_waits_for_who_has_begun(
         await complete(client, "sql")
     again = await admin.post(LOAD, json={"lora_name": "sql", "lora_path": "sql"})
     assert (again.status_code, again.json()["error"]["code"]) == (409, "AdapterInUse")
-    forced = asyncio.create_task(loop.unload_adapter("sql"))
-    await asyncio.sleep(0)
+    forced = asyncio.create_task(engine.state.loaded.engine.unload_adapter("sql"))
+    await until(lambda: not loop._mailbox.empty())
     runner.gate.set()
     with pytest.raises(ModelError, match="AdapterInUse: 1 requests are answered with the adapter 'sql'"):
         await forced
