@@ -177,7 +177,8 @@ class _Host:
                 adapter, folder = argument
                 return wire.plain(wire.ADAPTER, await engine.load_adapter(adapter, Path(folder)))
             case "unload_adapter":
-                return await engine.unload_adapter(argument)
+                await engine.unload_adapter(argument)
+                return None
             case "report":
                 return wire.plain(wire.REPORT, engine.report())
             case _:

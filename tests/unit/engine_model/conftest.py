@@ -319,7 +319,7 @@ def write_adapter(
     ranks: dict[str, int] | None = None,
     modules: tuple[str, ...] = SPLIT,
     layers: int = LAYERS,
-    edit: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    edit: Callable[[dict[str, torch.Tensor]], object] | None = None,
     **config: object,
 ) -> Path:
     """Write an adapter of tiny models as PEFT does; `ranks` are those of some modules, `config` replaces fields."""

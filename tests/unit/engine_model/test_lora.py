@@ -86,7 +86,7 @@ def batch_logits(
             logits_rows=torch.arange(ends[-1]),
             adapters=deltas,
         )
-    return list(logits.split(lengths))
+    return list(torch.split(logits, lengths))
 
 
 def merged(model: Any, folder: Path) -> Any:
@@ -391,7 +391,7 @@ def test_what_is_not_supported_is_refused_by_its_name(
 def test_tensors_that_have_no_place_are_refused_by_their_name(make_adapter: MakeAdapter, decoder: Decoder) -> None:
     layer = "base_model.model.model.layers.0."
 
-    def refused(edit: Callable[[dict[str, torch.Tensor]], None], **changes: object) -> str:
+    def refused(edit: Callable[[dict[str, torch.Tensor]], object], **changes: object) -> str:
         return refusal(make_adapter("one", edit=edit, target_modules="all-linear", **changes), decoder)
 
     def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
