@@ -70,7 +70,7 @@ class ServedAdapters:
 
     async def load_below_root(self, name: str, path: str) -> AdapterInfo:
         """Load what an administrator names; raises ModelError, also for a folder outside of the root."""
-        return await self.load(name, self._below_root(path))
+        return await self.load(name, await asyncio.to_thread(self._below_root, path))
 
     async def load(self, name: str, folder: Path) -> AdapterInfo:
         """Have the engine hold the adapter in `folder`, then serve it; raises ModelError, and then nothing changed."""

@@ -310,7 +310,8 @@ def _lora_root(args: argparse.Namespace) -> Path | None:
             "FlagsInvalid",
             f"--lora-modules names {len(args.lora_modules)} adapters, and --max-loras is {args.max_loras}",
         )
-    return Path(args.lora_dir or Path(args.model).parent)
+    model = Path(args.model)
+    return Path(args.lora_dir or (model if model.is_dir() else model.parent))
 
 
 def _read_text(path: Path) -> str:
@@ -537,7 +538,7 @@ def _add_lora_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--lora-dir", metavar="DIR",
-        help="folder that adapters loaded through the admin API must lie in; default: the one that holds --model",
+        help="folder that adapters loaded through the admin API must lie in; default: --model, or what holds that file",
     )  # fmt: skip
 
 

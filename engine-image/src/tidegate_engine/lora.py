@@ -174,11 +174,14 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig, *, max_rank: in
         raise _invalid(path, f"is no adapter, or damaged: its header is larger than {MAX_HEADER_BYTES} bytes")
     pairs = _pairs(read_file_header(path), path=path)
     layers: list[dict[str, list[tuple[_Target, Tensor, Tensor]]]] = [{} for _ in config.layers]
-    ranks = []
+    ranks, taken = [], set()
     for module, (index, part, a, b) in pairs.items():
         target = _targets(config, config.layers[index]).get(part) if index < len(layers) else None
         if target is None:
             raise _unusable(path, f"adapts {module}", config)
+        if (index, part) in taken:
+            raise _invalid(path, f"adapts {part} of layer {index} twice, once as {module}")
+        taken.add((index, part))
         _check_named(settings, module)
         rank, scale = settings.rank_of(module), settings.scale_of(module)
         if rank > max_rank:
@@ -193,6 +196,9 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig, *, max_rank: in
     deltas = tuple({product: _fuse(parts) for product, parts in products.items()} for products in layers)
     digest = hashlib.sha256(hashlib.sha256(settings_bytes).digest() + hashlib.sha256(content).digest()).hexdigest()
     size = sum(delta.size_bytes for layer in deltas for delta in layer.values())
+    most = adapter_bytes(config, rank=max_rank, dtype=dtype)
+    if size > most:  # a fused module and its parts
+        raise _invalid(path, f"takes {size} bytes, and an adapter of rank {max_rank} takes {most}")
     return LoraAdapter(AdapterInfo(name, digest, rank=max(ranks), size_bytes=size), deltas)
 
 
@@ -355,7 +361,7 @@ def _read_file(path: Path, *, most_bytes: int) -> bytes:
             raise ModelError("ModelNotFound", f"{path} does not exist, or is no file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(most_bytes + 1) if size <= most_bytes else b""
+            content = file.read(size + 1) if size <= most_bytes else b""
     except OSError as error:
         raise ModelError("ModelNotFound", f"{path} cannot be read: {error.strerror}") from error
     if max(size, len(content)) > most_bytes:

@@ -190,7 +190,7 @@ class TorchRunner:
         slots = host_bytes // block_bytes
         if not slots:
             return None
-        available = Machine().available_bytes() - info.kv_blocks * block_bytes
+        available = Machine().available_bytes() - info.kv_blocks * block_bytes - _reserved_bytes(self._lora)
         if host_bytes > available:
             raise ModelError(
                 "HostPoolTooLarge",
