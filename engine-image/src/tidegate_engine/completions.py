@@ -482,9 +482,9 @@ class Completions:
 
     def check_model(self, name: str | None) -> None:
         if name is not None:
-            self._adapter_of(name)
+            self.adapter_of(name)
 
-    def _adapter_of(self, name: str) -> Adapter | None:
+    def adapter_of(self, name: str) -> Adapter | None:
         """The adapter that a call names, None for the model itself; raises ApiError when it is neither."""
         if name in self.limits.served_names:
             return None
@@ -546,7 +546,7 @@ class Completions:
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
         # Asked again: an adapter may have gone while the prompt was made ready.
-        adapter = self._adapter_of(call.model)
+        adapter = self.adapter_of(call.model)
         wake = asyncio.Event()
         stops = call.stops()
         choices = [
