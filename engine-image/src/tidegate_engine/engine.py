@@ -68,6 +68,7 @@ class Sink(Protocol):
 class _Live:
     sink: Sink
     cell: int
+    adapter: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class Engine:
 
         def unload() -> None:
             adapters = self.runner.adapters
-            users = sum(_has_adapter(request, name) for request in self.scheduler.live_requests())
+            users = sum(live.adapter == name for live in self._live.values())
             if users:
                 raise ModelError("AdapterInUse", f"{users} requests are answered with the adapter {name!r}")
             if adapters is not None:
@@ -344,7 +345,8 @@ class Engine:
             self._outbox.append((sink, Output(None, FinishReason.ERROR, str(error), is_refusal=True)))
             return
         cell = isl_cell(request.prompt_tokens)
-        self._live[request.id] = _Live(sink, cell)
+        adapter = None if request.adapter is None else request.adapter.name
+        self._live[request.id] = _Live(sink, cell, adapter)
         self.metrics.counts.arrived[cell] += 1
 
     def _check_adapter(self, request: Request) -> None:
@@ -482,10 +484,6 @@ def _lora_use(adapters: Adapters, live: Sequence[Request]) -> LoraUse:
         if request.adapter is not None and request.adapter.name in counts:
             counts[request.adapter.name]["running" if request.state is RequestState.RUNNING else "waiting"] += 1
     return LoraUse(adapters.max_loras, counts, at_seconds=time.time())
-
-
-def _has_adapter(request: Request, name: str) -> bool:
-    return request.adapter is not None and request.adapter.name == name
 
 
 class EngineFailed(RuntimeError):
