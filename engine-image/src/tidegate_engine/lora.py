@@ -174,7 +174,8 @@ def read_adapter(name: str, folder: Path, config: DecoderConfig, *, max_rank: in
         raise _invalid(path, f"is no adapter, or damaged: its header is larger than {MAX_HEADER_BYTES} bytes")
     pairs = _pairs(read_file_header(path), path=path)
     layers: list[dict[str, list[tuple[_Target, Tensor, Tensor]]]] = [{} for _ in config.layers]
-    ranks, taken = [], set()
+    ranks: list[int] = []
+    taken: set[tuple[int, str]] = set()
     for module, (index, part, a, b) in pairs.items():
         target = _targets(config, config.layers[index]).get(part) if index < len(layers) else None
         if target is None:
