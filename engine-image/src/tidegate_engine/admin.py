@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidegate_engine.adapters import ServedAdapters
 from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Conflict, apply_change, expire, parse_change
 from tidegate_engine.drain import Drain, DrainPhase
@@ -23,6 +24,7 @@ from tidegate_engine.engine_client import EngineClient, EngineGone
 from tidegate_engine.metrics import CONTENT_TYPE, Counts
 from tidegate_engine.server import JsonResponse, metrics_page
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
+from tidegate_engine.weights import ModelError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/metrics"})
 PAUSE_MODES = ("wait", "abort")
@@ -30,6 +32,16 @@ PAUSE_MODES = ("wait", "abort")
 CALL_TIMEOUT_SECONDS = 30.0
 """How long an order may wait for the step in flight."""
 
+ADAPTER_STATUS = {
+    "AdaptersOff": 409,
+    "AdapterExists": 409,
+    "AdapterLimit": 409,
+    "AdapterInUse": 409,
+    "AdapterPathRefused": 403,
+    "AdapterUnknown": 404,
+    "ModelNotFound": 404,
+}
+"""By the reason of a refusal; any other is about what the files hold."""
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 AUDIT_NOTE = "tidegate.audit"
 """Key of the request's scope under which a route says what its order did."""
@@ -167,6 +179,7 @@ class Loaded:
     render_metrics: Callable[[], Awaitable[bytes]]
     batching: LiveBatching
     drain: Drain
+    adapters: ServedAdapters
     runner: str
     profile: str | None
     version: str
@@ -269,10 +282,12 @@ def create_admin(state: AdminState, keys: AdminKeys | None) -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(TimeoutError, _on_timeout)
     app.add_exception_handler(EngineGone, _on_engine_gone)
+    app.add_exception_handler(ModelError, _on_refused_adapter)
     _add_probes(app, state)
     _add_batching(app, state)
     _add_drain(app, state)
     _add_orders(app, state)
+    _add_adapters(app, state)
     return TokenGuard(app, keys)
 
 
@@ -384,6 +399,41 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
         return JsonResponse(_describe_pause(loaded))
 
 
+def _add_adapters(app: FastAPI, state: AdminState) -> None:
+    """vLLM's paths and bodies, so that what manages its adapters manages ours."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        adapters = _loaded(state).adapters
+        name, path = await _texts(request, "lora_name", "lora_path")
+        info = await adapters.load_below_root(name, path)
+        request.scope[AUDIT_NOTE] = f"adapter {name!r} loaded"
+        return JsonResponse(asdict(info))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        adapters = _loaded(state).adapters
+        (name,) = await _texts(request, "lora_name")
+        is_gone = await adapters.unload(name, wait_seconds=CALL_TIMEOUT_SECONDS)
+        request.scope[AUDIT_NOTE] = f"adapter {name!r} unloaded"
+        body = {"name": name, "unloaded": is_gone, "requests_left": adapters.running(name)}
+        return JsonResponse(body, 200 if is_gone else 202)
+
+
+async def _texts(request: Request, *names: str) -> list[str]:
+    """These fields of the body; raises HTTPException."""
+    data = await _json(request)
+    fields = data if isinstance(data, Mapping) else {}
+    if any(fields.get(name) for name in ("load_inplace", "is_3d_lora_weight")):
+        raise HTTPException(
+            422, "load_inplace and is_3d_lora_weight are not supported; unload an adapter, then load it"
+        )
+    values = [fields.get(name) for name in names]
+    if not all(isinstance(value, str) and value for value in values):
+        raise HTTPException(422, f"the body must be an object with the texts {' and '.join(names)}")
+    return [str(value) for value in values]
+
+
 def _abort(engine: EngineClient, wanted: str | None) -> list[str]:
     """Abort the requests of the call `wanted`, or all; returns their ids."""
     live = [request.id for request in engine.live_requests()]
@@ -432,6 +482,7 @@ async def _describe(loaded: Loaded) -> dict[str, object]:
         "step_model": None if step_model is None else step_model.as_dict(),
         "start_seconds": dict(engine.start_seconds),
         "settings_generation": loaded.batching.state.generation,
+        "adapters": [asdict(adapter.info) for adapter in loaded.adapters.served.values()],
     }
 
 
@@ -459,13 +510,18 @@ def _error(status: int, code: str, message: str, *, headers: Mapping[str, str] |
 
 async def _on_http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 503: "loading"}
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 422: "invalid_value", 503: "loading"}
     code = codes.get(error.status_code, "error")
     return _error(error.status_code, code, str(error.detail), headers=error.headers)
 
 
 async def _on_timeout(_request: Request, _error_: Exception) -> Response:
     return _error(503, "busy", "the engine did not answer in time", headers={"retry-after": "5"})
+
+
+async def _on_refused_adapter(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ModelError)
+    return _error(ADAPTER_STATUS.get(error.reason, 422), error.reason, error.message)
 
 
 async def _on_engine_gone(_request: Request, error: Exception) -> Response:

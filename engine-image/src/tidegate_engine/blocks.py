@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from tidegate_engine.host_pool import HostPool
-from tidegate_engine.request import Request
+from tidegate_engine.request import Adapter, Request
 
 NULL_BLOCK = 0
 ID_BYTES = array("q").itemsize
@@ -231,7 +231,7 @@ class BlockPool:
         if len(content) < self.block_tokens * ID_BYTES:
             return None, None
         if index == len(hashes):
-            parent = hashes[-1] if hashes else _hash_root(self.epoch, request.cache_salt)
+            parent = hashes[-1] if hashes else _hash_root(self.epoch, request.cache_salt, request.adapter)
             hashes.append(_hash_block(parent, content))
         return hashes[index], content
 
@@ -245,10 +245,13 @@ class BlockPool:
         return request.packed_prompt[start * ID_BYTES : end * ID_BYTES]
 
 
-def _hash_root(epoch: int, salt: str) -> bytes:
-    """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away."""
+def _hash_root(epoch: int, salt: str, adapter: Adapter | None) -> bytes:
+    """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away, and an adapter's
+    digest keeps what it computed from other adapters, those of the same name among them, and from the plain model."""
     name = salt.encode()
-    return hashlib.sha256(b"epoch %d salt %d %b" % (epoch, len(name), name)).digest()
+    digest = b"" if adapter is None else adapter.digest.encode()
+    fields = (epoch, len(name), name, len(digest), digest)
+    return hashlib.sha256(b"epoch %d salt %d %b adapter %d %b" % fields).digest()
 
 
 def _hash_block(parent: bytes, content: bytes) -> bytes:

@@ -127,6 +127,8 @@ def _serve(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
         honours_priority=args.scheduling_policy == "priority",
         speculation=_read_speculation(args),
+        lora_root=_lora_root(args),
+        lora_modules=tuple(args.lora_modules or ()),
     )
     try:
         return run(options, model)
@@ -192,6 +194,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
     path = find_model_file(args.model)
     try:
         from tidegate_engine.grammars import Grammars
+        from tidegate_engine.lora import LoraLimits
         from tidegate_engine.torch_runner import TorchOptions, TorchRunner
     except ImportError as error:
         raise _cannot_compute(error) from error
@@ -202,6 +205,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
         kv_blocks=args.num_gpu_blocks_override,
         max_model_len=args.max_model_len,
         host_bytes=_host_bytes(args),
+        lora=LoraLimits(args.max_loras, args.max_lora_rank) if args.enable_lora else None,
     )
     masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
     return TorchRunner(path, options=options, masks=masks)
@@ -294,6 +298,22 @@ def _host_bytes(args: argparse.Namespace) -> int:
     return int(args.swap_space * 2**30)
 
 
+def _lora_root(args: argparse.Namespace) -> Path | None:
+    if not args.enable_lora:
+        if args.lora_modules:
+            raise ConfigError("FlagsInvalid", "--lora-modules needs --enable-lora")
+        return None
+    if args.runner == "modelled":
+        raise ConfigError("FlagsInvalid", "--enable-lora needs --runner torch: made-up text follows no adapter")
+    if len(args.lora_modules or ()) > args.max_loras:
+        raise ConfigError(
+            "FlagsInvalid",
+            f"--lora-modules names {len(args.lora_modules)} adapters, and --max-loras is {args.max_loras}",
+        )
+    model = Path(args.model)
+    return Path(args.lora_dir or (model if model.is_dir() else model.parent))
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -379,6 +399,13 @@ def _gibibytes(text: str) -> float:
     return value
 
 
+def _named_path(text: str) -> tuple[str, Path]:
+    name, is_there, path = text.partition("=")
+    if not (name and is_there and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, not {text}")
+    return name, Path(path)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < 86_400:
@@ -424,6 +451,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_flags(serve.add_argument_group("model"))
     _add_memory_flags(serve.add_argument_group("context and KV cache"))
+    _add_lora_flags(serve.add_argument_group("LoRA adapters"))
     _add_settings_flags(serve.add_argument_group("batch settings"))
     _add_listener_flags(serve.add_argument_group("listeners and access"))
     _add_life_flags(serve.add_argument_group("probes and leaving"))
@@ -491,6 +519,27 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-chunked-prefill", action="store_true", default=True, help="always on; for vLLM's users"
     )
+
+
+def _add_lora_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--enable-lora", action=argparse.BooleanOptionalAction, default=False,
+        help="serve adapters in PEFT's format beside the model, each under its own name",
+    )  # fmt: skip
+    group.add_argument(
+        "--lora-modules", nargs="+", type=_named_path, metavar="NAME=PATH", help="adapters to load at the start"
+    )
+    group.add_argument(
+        "--max-loras", type=_positive, default=8, metavar="N",
+        help="adapters in memory at once, any of which a batch may mix; the memory for them is set aside",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-lora-rank", type=_positive, default=16, metavar="R", help="adapters of a larger rank are refused"
+    )
+    group.add_argument(
+        "--lora-dir", metavar="DIR",
+        help="folder that adapters loaded through the admin API must lie in; default: --model, or what holds that file",
+    )  # fmt: skip
 
 
 def _add_settings_flags(group: argparse._ArgumentGroup) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from tidegate_engine.adapters import ServedAdapters
 from tidegate_engine.context import ContextPolicy, Fitted, fit_ids, fit_messages
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
@@ -29,8 +30,9 @@ from tidegate_engine.openai import (
     TokenizeCall,
     Tool,
     Usage,
+    model_card,
 )
-from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
+from tidegate_engine.request import Adapter, FinishReason, Request, SampledToken, SamplingParams
 from tidegate_engine.structured import StructureError, compile_grammar
 from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
 
@@ -319,10 +321,11 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
 class Completions:
     """Turns calls into generations."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits, adapters: ServedAdapters) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
+        self._adapters = adapters
 
     async def begin_completion(
         self,
@@ -464,12 +467,33 @@ class Completions:
                 marks[last] = mark.encode()
         return _CallReader(tool_format, names, marks, is_parallel=call.parallel_tool_calls is not False)
 
+    def served_names(self) -> tuple[str, ...]:
+        """What a call may name as its model: the model's names, and those of the adapters that are loaded."""
+        return (*self.limits.served_names, *self._adapters.served)
+
+    def model_cards(self, *, created: int) -> list[dict[str, object]]:
+        """The served models and adapters as `/v1/models` shows them."""
+        length, names = self.limits.max_model_len, self.limits.served_names
+        cards = [model_card(name, created=created, root=names[0], max_model_len=length) for name in names]
+        return cards + [
+            model_card(name, created=adapter.loaded_at, root=name, parent=names[0], max_model_len=length)
+            for name, adapter in self._adapters.served.items()
+        ]
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.limits.served_names:
-            served = ", ".join(self.limits.served_names)
-            raise ApiError(
-                404, f"the model {name!r} does not exist; served here: {served}", param="model", code="model_not_found"
-            )
+        if name is not None:
+            self.adapter_of(name)
+
+    def adapter_of(self, name: str) -> Adapter | None:
+        """The adapter that a call names, None for the model itself; raises ApiError when it is neither."""
+        if name in self.limits.served_names:
+            return None
+        if name in self._adapters.served:
+            return self._adapters.served[name].key
+        served = ", ".join(self.limits.served_names)
+        adapters = f"; {self._adapters.describe()}" if self._adapters.are_on else ""
+        message = f"the model {name!r:.160} does not exist; served here: {served}{adapters}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_ids(self, ids: Iterable[int], *, param: str) -> None:
         if any(not 0 <= token_id < self.tokenizer.vocab_size for token_id in ids):
@@ -521,6 +545,8 @@ class Completions:
         limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
+        # Asked again: an adapter may have gone while the prompt was made ready.
+        adapter = self.adapter_of(call.model)
         wake = asyncio.Event()
         stops = call.stops()
         choices = [
@@ -535,6 +561,7 @@ class Completions:
                     params=plan.params_of(index % count),
                     priority=call.priority,
                     cache_salt=call.cache_salt or "",
+                    adapter=adapter,
                 ),
                 Detokenizer(stops, include_stop=call.include_stop_str_in_output),
                 tokenizer=self.tokenizer,

@@ -8,9 +8,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -21,21 +22,24 @@ from tidegate_engine.metrics import (
     EngineMetrics,
     FinishedRequest,
     HostUse,
+    LoraUse,
     Snapshot,
     host_memory_bytes,
     isl_cell,
 )
 from tidegate_engine.ngrams import NgramSpeculation
-from tidegate_engine.request import FinishReason, Request, SampledToken, Step, TokenEvent
-from tidegate_engine.runner import ModelInfo, Runner
+from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, TokenEvent
+from tidegate_engine.runner import AdapterInfo, Adapters, ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
 from tidegate_engine.settings import BatchSettings, SettingsFile
 from tidegate_engine.steptime import OnlineFit, shape_of_step
+from tidegate_engine.weights import ModelError
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after the other before the engine gives up."""
 IDLE_WAIT_SECONDS = 0.05
 """How long the loop waits for mail when it has work that cannot be planned."""
+NO_ADAPTERS = "LoRA adapters are off; start the engine with --enable-lora"
 MAX_FRUITLESS_PLANS = 20
 """Empty plans in a row, with nothing running, after which the head of the queue fails: it would block all others."""
 
@@ -64,6 +68,7 @@ class Sink(Protocol):
 class _Live:
     sink: Sink
     cell: int
+    adapter: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,26 @@ class Engine:
 
         return await self.call(swap)
 
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Hold a LoRA adapter from the next step on, read beside the steps; raises ModelError."""
+        adapters = self.runner.adapters
+        if adapters is None:
+            raise ModelError("AdaptersOff", NO_ADAPTERS)
+        return await self.call(await asyncio.to_thread(adapters.read, name, folder))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let go of an adapter; raises ModelError while a request has it."""
+
+        def unload() -> None:
+            adapters = self.runner.adapters
+            users = sum(live.adapter == name for live in self._live.values())
+            if users:
+                raise ModelError("AdapterInUse", f"{users} requests are answered with the adapter {name!r}")
+            if adapters is not None:
+                adapters.remove(name)
+
+        await self.call(unload)
+
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""
 
@@ -231,6 +256,8 @@ class Engine:
         pool, info, settings = scheduler.blocks, runner.info, scheduler.settings
         memory = {"weights": info.weight_bytes, "kv": info.kv_token_bytes * info.block_tokens * info.kv_blocks}
         resident = host_memory_bytes()
+        if runner.adapters is not None:
+            memory["lora"] = runner.adapters.size_bytes
         snapshot = Snapshot(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -253,6 +280,7 @@ class Engine:
             drafted_tokens=scheduler.drafted_tokens,
             accepted_tokens=scheduler.accepted_tokens,
             host=None if pool.host is None else _host_use(pool.host, info),
+            lora=None if runner.adapters is None else _lora_use(runner.adapters, scheduler.live_requests()),
         )
         return Report(self.metrics.counts, snapshot)
 
@@ -311,13 +339,25 @@ class Engine:
     def _add(self, request: Request, sink: Sink) -> None:
         self._taken += 1
         try:
+            self._check_adapter(request)
             self.scheduler.add(request)
         except RequestRefused as error:
             self._outbox.append((sink, Output(None, FinishReason.ERROR, str(error), is_refusal=True)))
             return
         cell = isl_cell(request.prompt_tokens)
-        self._live[request.id] = _Live(sink, cell)
+        adapter = None if request.adapter is None else request.adapter.name
+        self._live[request.id] = _Live(sink, cell, adapter)
         self.metrics.counts.arrived[cell] += 1
+
+    def _check_adapter(self, request: Request) -> None:
+        """Whoever sends a request knows what is loaded; one that does not must not fail the whole step."""
+        wanted = request.adapter
+        if wanted is None:
+            return
+        held = [] if self.runner.adapters is None else self.runner.adapters.infos()
+        if not any((info.name, info.digest) == (wanted.name, wanted.digest) for info in held):
+            message = f"the adapter {wanted.name!r} is not loaded"
+            raise RequestRefused("AdapterUnknown", message, wanted=1, allowed=0)
 
     def _step(self) -> None:
         planned_at = self._clock()
@@ -436,6 +476,14 @@ def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
         block_tokens=info.block_tokens,
         block_bytes=info.block_tokens * info.kv_token_bytes,
     )
+
+
+def _lora_use(adapters: Adapters, live: Sequence[Request]) -> LoraUse:
+    counts = {info.name: dict.fromkeys(("running", "waiting"), 0) for info in adapters.infos()}
+    for request in live:
+        if request.adapter is not None and request.adapter.name in counts:
+            counts[request.adapter.name]["running" if request.state is RequestState.RUNNING else "waiting"] += 1
+    return LoraUse(adapters.max_loras, counts, at_seconds=time.time())
 
 
 class EngineFailed(RuntimeError):

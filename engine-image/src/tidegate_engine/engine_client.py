@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tidegate_engine import engine_wire as wire
@@ -20,6 +21,7 @@ from tidegate_engine.engine import Health, Output, Report, Sink, Status
 from tidegate_engine.engine_wire import Frame, Link, Row
 from tidegate_engine.metrics import host_memory_bytes
 from tidegate_engine.request import FinishReason, Request
+from tidegate_engine.runner import AdapterInfo
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.weights import ModelError
 
@@ -167,6 +169,15 @@ class EngineClient:
         """Forget all cached prefixes; returns how many blocks held one."""
         return int(await self._ask("flush"))
 
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Hold a LoRA adapter; raises ModelError. Whoever gives up waiting may find it loaded."""
+        info: AdapterInfo = wire.ADAPTER.validate_python(await self._ask("load_adapter", [name, str(folder)]))
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let go of an adapter; raises ModelError while a request has it."""
+        await self._ask("unload_adapter", name)
+
     async def report(self) -> Report:
         report: Report = wire.REPORT.validate_python(await self._ask("report"))
         waiting = max(report.snapshot.waiting, self.status().waiting)  # the loop's mailbox is not in its own count
@@ -256,6 +267,8 @@ class EngineClient:
                 if future is not None and not future.done():
                     if error is None:
                         future.set_result(value)
+                    elif isinstance(error, list):
+                        future.set_exception(ModelError(*error))
                     else:
                         future.set_exception(EngineGone(f"the engine refused: {error}"))
             case _:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -156,9 +157,11 @@ class _Host:
 
     async def _answer(self, number: int, name: str, argument: Any) -> None:
         value: object = None
-        error: str | None = None
+        error: object = None
         try:
             value = await self._ask(name, argument)
+        except ModelError as problem:
+            error = [problem.reason, problem.message]
         except Exception as problem:  # noqa: BLE001  # it belongs to whoever asked
             error = f"{type(problem).__name__}: {problem}"
         self._send("answer", number, value, error)
@@ -170,6 +173,12 @@ class _Host:
                 return await engine.apply(wire.SETTINGS.validate_python(argument))
             case "flush":
                 return await engine.flush_cache()
+            case "load_adapter":
+                adapter, folder = argument
+                return wire.plain(wire.ADAPTER, await engine.load_adapter(adapter, Path(folder)))
+            case "unload_adapter":
+                await engine.unload_adapter(argument)
+                return None
             case "report":
                 return wire.plain(wire.REPORT, engine.report())
             case _:

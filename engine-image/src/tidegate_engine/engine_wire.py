@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from tidegate_engine.engine import Output, Report, Status
 from tidegate_engine.request import FinishReason, Request, SampledToken, TokenLogprobs
-from tidegate_engine.runner import ModelInfo
+from tidegate_engine.runner import AdapterInfo, ModelInfo
 from tidegate_engine.settings import BatchSettings
 
 REQUEST = TypeAdapter(Request)
@@ -25,6 +25,7 @@ STATUS = TypeAdapter(Status)
 REPORT = TypeAdapter(Report)
 INFO = TypeAdapter(ModelInfo)
 SETTINGS = TypeAdapter(BatchSettings)
+ADAPTER = TypeAdapter(AdapterInfo)
 SECONDS = TypeAdapter(Mapping[str, float])
 CLOSE_SECONDS = 5.0
 _LENGTH = struct.Struct("!I")

@@ -95,6 +95,17 @@ class HostUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraUse:
+    """Which adapters are loaded, and how many requests of each are running and waiting."""
+
+    max_loras: int
+    requests: Mapping[str, Mapping[str, int]]
+    """By adapter, by state."""
+    at_seconds: float
+    """When, in seconds of the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Gauges of one moment. None = unknown, and then the series is absent.
 
@@ -127,6 +138,8 @@ class Snapshot:
     """Of the drafted ones."""
     host: HostUse | None = None
     """None = evicted blocks are not kept."""
+    lora: LoraUse | None = None
+    """None = adapters are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +353,16 @@ def _requests(counts: Counts, now: Snapshot) -> Iterator[Metric]:
     )
 
 
+def _lora(lora: LoraUse) -> Iterator[Metric]:
+    yield _gauge(
+        f"{PREFIX}lora_requests",
+        "Requests of each loaded LoRA adapter, by state.",
+        ("adapter", "state"),
+        (((name, state), count) for name, states in lora.requests.items() for state, count in states.items()),
+    )
+    yield _gauge(f"{PREFIX}max_loras", "LoRA adapters that may be loaded at once.", (), [((), lora.max_loras)])
+
+
 def _times(counts: Counts) -> Iterator[Metric]:
     by_isl = (
         ("ttft_seconds", "Arrival to first token.", counts.ttft),
@@ -391,6 +414,8 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
     )
     if now.host is not None:
         yield from _host(now.host)
+    if now.lora is not None:
+        yield from _lora(now.lora)
     yield _gauge(
         f"{PREFIX}memory_bytes",
         "Memory by kind; a kind that is unknown is absent.",
@@ -486,6 +511,16 @@ class _Aliases:
             ("model_name", "engine", "block_size", "num_gpu_blocks"),
             [((*self._labels, str(block_tokens), str(blocks)), 1)],
         )
+
+        if now.lora is not None:
+            states = now.lora.requests
+            names = [",".join(name for name in states if states[name][state]) for state in ("running", "waiting")]
+            yield _gauge(
+                "vllm:lora_requests_info",
+                "Alias for vLLM's lora_requests_info: adapters with requests; the value is the time of the epoch.",
+                ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+                [((str(now.lora.max_loras), *names), now.lora.at_seconds)],
+            )
 
     def totals(self) -> Iterator[Metric]:
         counts = self._counts

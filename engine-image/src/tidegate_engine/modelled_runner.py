@@ -48,6 +48,10 @@ class ModelledRunner:
         return self._profile.step
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def start_seconds(self) -> Mapping[str, float]:
         return self._profile.start_seconds
 

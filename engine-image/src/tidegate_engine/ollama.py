@@ -7,7 +7,7 @@ options. Called by `server`.
 import hashlib
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -305,7 +305,7 @@ def error_body(error: ApiError) -> dict[str, object]:
 class Served:
     """What Ollama's clients ask about the model."""
 
-    names: tuple[str, ...]
+    names: Callable[[], Sequence[str]]
     info: ModelInfo
     created: int
     template: str | None
@@ -323,7 +323,7 @@ class Served:
                     "digest": _digest(name),
                     "details": self._details(),
                 }
-                for name in self.names
+                for name in self.names()
             ]
         }
 
@@ -342,7 +342,7 @@ class Served:
                     "context_length": self.info.max_model_len,
                     "details": self._details(),
                 }
-                for name in self.names
+                for name in self.names()
             ]
         }
 

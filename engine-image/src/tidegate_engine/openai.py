@@ -608,18 +608,16 @@ def event(data: object) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-def model_list(names: Sequence[str], *, created: int, max_model_len: int) -> dict[str, object]:
+def model_card(
+    name: str, *, created: int, root: str, parent: str | None = None, max_model_len: int
+) -> dict[str, object]:
+    """A model as `/v1/models` shows it. An adapter's parent is the model that it changes."""
     return {
-        "object": "list",
-        "data": [
-            {
-                "id": name,
-                "object": "model",
-                "created": created,
-                "owned_by": "tidegate",
-                "root": names[0],
-                "max_model_len": max_model_len,
-            }
-            for name in names
-        ],
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tidegate",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
     }

@@ -47,6 +47,15 @@ class SamplingParams:
     """llguidance's grammar that the whole answer follows; its end ends the answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a request is answered with."""
+
+    name: str
+    digest: str
+    """Of its files: adapters of equal digests compute the same."""
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One inference request. Times are seconds of the caller's monotonic clock."""
@@ -60,6 +69,8 @@ class Request:
     priority: int = 0
     """Lower runs first."""
     cache_salt: str = ""
+    adapter: Adapter | None = None
+    """None = the model as it is."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks of prompt + output; filled by the block pool, or brought ready-made (then without
     `prompt_ids`)."""

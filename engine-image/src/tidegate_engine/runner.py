@@ -3,8 +3,9 @@
 No torch here: the torch runner lives in `torch_runner`, the modelled one in `modelled_runner`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tidegate_engine.request import SampledToken, Step
@@ -36,6 +37,42 @@ class ModelInfo:
     """Evicted KV blocks that host memory holds; 0 also where copying one back would take longer than computing it."""
 
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Of a LoRA adapter's folder, in PEFT's format."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What is known of a loaded LoRA adapter."""
+
+    name: str
+    digest: str
+    """Of its files."""
+    rank: int
+    """The largest of its modules."""
+    size_bytes: int
+
+
+class Adapters(Protocol):
+    """The LoRA adapters that a runner holds, within its bound. All but `read` is called between two steps only."""
+
+    @property
+    def max_loras(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def infos(self) -> Sequence[AdapterInfo]: ...
+
+    def read(self, name: str, folder: Path) -> Callable[[], AdapterInfo]:
+        """Read an adapter's files, in any thread; returns what makes the runner hold it. Both raise ModelError."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Let go of it; no request of the steps to come has it."""
+        ...
+
+
 class Runner(Protocol):
     """Computes steps. Called from the engine loop's thread only."""
 
@@ -45,6 +82,11 @@ class Runner(Protocol):
     @property
     def step_model(self) -> StepModel | None:
         """Known coefficients (a modelled runner), or None: then the loop's online fit speaks."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """None = it can have none."""
         ...
 
     @property

@@ -21,6 +21,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from tidegate_engine.adapters import ServedAdapters
 from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin, probe_live
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
@@ -36,6 +37,7 @@ from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
 from tidegate_engine.tool_calls import FORMATS, recognise_format
+from tidegate_engine.weights import ModelError
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of usual proxies, so that they close a connection first."""
@@ -88,6 +90,10 @@ class ServeOptions:
     tool_call_parser: str | None = None
     """Name of a format; None = recognised from the model's chat template."""
     speculation: NgramSpeculation | None = None
+    lora_root: Path | None = None
+    """Where adapters that are loaded live must lie; None = adapters are off."""
+    lora_modules: tuple[tuple[str, Path], ...] = ()
+    """Adapters to begin with: name and folder."""
 
 
 class ServeError(Exception):
@@ -239,6 +245,13 @@ class Process:
             lambda message: _abort_all(engine, message),
             endpoint_removal_seconds=options.endpoint_removal_seconds,
         )
+        adapters = ServedAdapters(engine, base_names=options.served_names, root=options.lora_root)
+        try:
+            for name, folder in options.lora_modules:
+                await adapters.load(name, folder)
+        except ModelError:
+            await engine.stop()
+            raise
         limits = Limits(
             options.served_names,
             info.max_model_len,
@@ -264,7 +277,7 @@ class Process:
             )
 
         parts = ApiParts(
-            completions=Completions(engine, model.tokenizer, limits),
+            completions=Completions(engine, model.tokenizer, limits, adapters),
             drain=drain,
             metrics=metrics,
             render_metrics=render_metrics,
@@ -283,6 +296,7 @@ class Process:
             render_metrics,
             batching,
             drain,
+            adapters,
             runner=options.runner,
             profile=options.profile,
             version=parts.version,

@@ -8,7 +8,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -37,7 +37,6 @@ from tidegate_engine.openai import (
     DetokenizeCall,
     EmbeddingCall,
     TokenizeCall,
-    model_list,
     parse,
 )
 from tidegate_engine.openapi import describe_api
@@ -207,15 +206,13 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        limits = completions.limits
-        return JsonResponse(model_list(limits.served_names, created=parts.created, max_model_len=limits.max_model_len))
+        return JsonResponse({"object": "list", "data": completions.model_cards(created=parts.created)})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         completions.check_model(name)
-        limits = completions.limits
-        data = model_list((name,), created=parts.created, max_model_len=limits.max_model_len)["data"]
-        return JsonResponse(data[0])  # type: ignore[index]
+        cards = completions.model_cards(created=parts.created)
+        return JsonResponse(next(card for card in cards if card["id"] == name))
 
     @app.post("/v1/completions")
     @accepted
@@ -257,7 +254,7 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
 def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
     accepted = partial(_accepted, parts.drain)
-    names = completions.limits.served_names
+    names = completions.served_names
     served = Served(
         names,
         parts.info,
@@ -273,9 +270,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         call = parse(OllamaChatCall, await _read_body(request))
         wire = OllamaWire(call.model, is_chat=True, with_logprobs=bool(call.logprobs))
         if call.asks_nothing():
-            completions.check_model(resolve_name(call.model, names))
+            completions.check_model(resolve_name(call.model, names()))
             return JsonResponse(wire.loaded())
-        generation = await completions.begin_chat(call.as_chat(names), arrival=arrival, make_wire=lambda: wire)
+        generation = await completions.begin_chat(call.as_chat(names()), arrival=arrival, make_wire=lambda: wire)
         return await _respond(generation, request, stream=call.stream is not False)
 
     @app.post("/api/generate")
@@ -285,9 +282,9 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         call = parse(OllamaGenerateCall, await _read_body(request))
         wire = OllamaWire(call.model, is_chat=False, with_logprobs=bool(call.logprobs))
         if call.asks_nothing():
-            completions.check_model(resolve_name(call.model, names))
+            completions.check_model(resolve_name(call.model, names()))
             return JsonResponse(wire.loaded())
-        inner = call.as_call(names)
+        inner = call.as_call(names())
         if isinstance(inner, CompletionCall):
             generation = await completions.begin_completion(
                 inner, arrival=arrival, make_wire=lambda: wire, default_tokens=None
@@ -299,7 +296,7 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
     @app.post("/api/show")
     async def show(request: Request) -> Response:
         call = parse(ShowCall, await _read_body(request))
-        completions.check_model(resolve_name(call.model or call.name or "", names))
+        completions.check_model(resolve_name(call.model or call.name or "", names()))
         return JsonResponse(served.show())
 
     @app.get("/api/tags")
@@ -337,7 +334,7 @@ def _add_token_routes(app: FastAPI, parts: ApiParts) -> None:
 
 def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
-    document = describe_api(completions.limits.served_names, version=parts.version)
+    describe = lru_cache(maxsize=1)(partial(describe_api, version=parts.version))
 
     @app.get("/health")
     @app.get("/ping")
@@ -358,7 +355,7 @@ def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return JsonResponse(document)
+        return JsonResponse(describe(completions.served_names()))
 
 
 def _load(completions: Completions) -> Mapping[str, int]:

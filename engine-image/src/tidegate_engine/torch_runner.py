@@ -24,6 +24,7 @@ from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
+from tidegate_engine.lora import LoraLimits, LoraStore
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
@@ -74,6 +75,8 @@ class TorchOptions:
     threads: int | None = None
     host_bytes: int = 0
     """Memory beside the cache for blocks evicted from it."""
+    lora: LoraLimits | None = None
+    """None = no adapters."""
 
 
 class TorchRunner:
@@ -101,7 +104,9 @@ class TorchRunner:
         with freed_at_once():
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
-        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
+        self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=self._decoder.dtype)
+        reserved = _reserved_bytes(self._lora)
+        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype, reserved=reserved)
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
@@ -140,6 +145,10 @@ class TorchRunner:
         return None
 
     @property
+    def adapters(self) -> LoraStore | None:
+        return self._lora
+
+    @property
     def start_seconds(self) -> Mapping[str, float]:
         return self._start_seconds
 
@@ -166,6 +175,7 @@ class TorchRunner:
             batch,
             caches=self._caches,
             logits_rows=_sampled_rows(items, batch.query_starts.tolist()),
+            adapters=() if self._lora is None else self._lora.deltas(_adapted_rows(items)),
         )
         sampled = [item for item in items if item.samples]
         if not sampled:
@@ -180,7 +190,7 @@ class TorchRunner:
         slots = host_bytes // block_bytes
         if not slots:
             return None
-        available = Machine().available_bytes() - info.kv_blocks * block_bytes
+        available = Machine().available_bytes() - info.kv_blocks * block_bytes - _reserved_bytes(self._lora)
         if host_bytes > available:
             raise ModelError(
                 "HostPoolTooLarge",
@@ -263,6 +273,17 @@ def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Ten
     )
 
 
+def _adapted_rows(items: Sequence[StepItem]) -> dict[str, Tensor]:
+    """The rows of each adapter's requests, by its name."""
+    rows: dict[str, list[int]] = {}
+    end = 0
+    for item in items:
+        end += item.count
+        if item.request.adapter is not None:
+            rows.setdefault(item.request.adapter.name, []).extend(range(end - item.count, end))
+    return {name: torch.tensor(own) for name, own in rows.items()}
+
+
 def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:
     """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
     shapes, available = parameter_shapes(config), Machine().available_bytes()
@@ -278,9 +299,23 @@ def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, in
     return precision
 
 
-def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype) -> int:
-    block_bytes = kv_token_bytes(config, dtype) * block_tokens
+def _reserved_bytes(lora: LoraStore | None) -> int:
+    """What must be left for adapters that are loaded later; raises ModelError where it is not there."""
+    if lora is None:
+        return 0
     available = Machine().available_bytes()
+    if lora.reserved_bytes > available:
+        raise ModelError(
+            "AdaptersTooLarge",
+            f"{lora.max_loras} adapters of the largest rank take {lora.reserved_bytes / 2**20:.0f} MiB, and "
+            f"{available / 2**20:.0f} MiB are available; lower --max-loras or --max-lora-rank",
+        )
+    return lora.reserved_bytes
+
+
+def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype, *, reserved: int) -> int:
+    block_bytes = kv_token_bytes(config, dtype) * block_tokens
+    available = Machine().available_bytes() - reserved
     blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:
         raise ModelError(

@@ -6,7 +6,7 @@ Owns the parameters' names and shapes and the forward pass over a ragged batch. 
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_engine.rope import Rope, rope_frequencies, rope_magnitude
+from tidegate_kernels.lora import LowRank, add_low_rank
 from tidegate_kernels.reference import (
     AttentionRule,
     Cache,
@@ -380,12 +381,31 @@ def _layers_by_kv_heads(config: DecoderConfig) -> dict[int, list[int]]:
     return layers
 
 
+LayerDeltas = Mapping[str, LowRank]
+"""What an adapter adds to a layer's products, by the names of their weights: qkv, attention_output, gate_up, down."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDeltas:
+    """An adapter's layers, and the rows of a batch (int64) that it is for."""
+
+    layers: Sequence[LayerDeltas]
+    rows: Tensor
+
+
 def forward(
-    decoder: Decoder, token_ids: Tensor, batch: Ragged, *, caches: Sequence[Cache], logits_rows: Tensor
+    decoder: Decoder,
+    token_ids: Tensor,
+    batch: Ragged,
+    *,
+    caches: Sequence[Cache],
+    logits_rows: Tensor,
+    adapters: Sequence[RowDeltas] = (),
 ) -> Tensor:
     """Write the keys and values of `token_ids` (int64 `[T]`) to `caches`; returns logits `[len(logits_rows), vocab]`.
 
-    Only the rows `logits_rows` go through the head.
+    Only the rows `logits_rows` go through the head. Rows without an adapter get what they get without `adapters`, bit
+    for bit.
     """
     config = decoder.config
     eps, activate = config.norm_eps, ACTIVATIONS[config.activation]
@@ -398,8 +418,9 @@ def forward(
         residual.mul_(decoder.embedding_scale)
     x = rms_norm(residual, decoder.layers[0].attention_norm, eps=eps)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
-    for layer, cache, next_norm in zip(decoder.layers, caches, next_norms, strict=True):
-        qkv = linear(x, layer.qkv, layer.qkv_bias)
+    for index, (layer, cache, next_norm) in enumerate(zip(decoder.layers, caches, next_norms, strict=True)):
+        deltas = [(adapter.layers[index], adapter.rows) for adapter in adapters]
+        qkv = _adapted(linear(x, layer.qkv, layer.qkv_bias), x, deltas, "qkv")
         heads = qkv.view(len(x), -1, config.head_size)
         queries = layer.config.heads
         turned = heads[:, : queries + layer.config.kv_heads]
@@ -408,15 +429,15 @@ def forward(
         if layer.config.rope is not None:
             turned = rope(turned, *tables[layer.config.rope])
         store_kv(turned[:, queries:], heads[:, queries + layer.config.kv_heads :], cache, batch.slots)
-        attended = paged_attention(turned[:, :queries], cache, batch, layer.rule)
-        attended = linear(attended, layer.attention_output, layer.attention_output_bias)
+        attention = paged_attention(turned[:, :queries], cache, batch, layer.rule)
+        attended = linear(attention, layer.attention_output, layer.attention_output_bias)
+        attended = _adapted(attended, attention, deltas, "attention_output")
         if layer.post_attention_norm is not None:
             attended = rms_norm(attended, layer.post_attention_norm, eps=eps)
         x = add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
         if isinstance(layer.mlp, Mlp):
-            mixed = linear(
-                activate(linear(x, layer.mlp.gate_up, layer.mlp.gate_up_bias)), layer.mlp.down, layer.mlp.down_bias
-            )
+            inner = activate(_adapted(linear(x, layer.mlp.gate_up, layer.mlp.gate_up_bias), x, deltas, "gate_up"))
+            mixed = _adapted(linear(inner, layer.mlp.down, layer.mlp.down_bias), inner, deltas, "down")
         else:
             mixed = _mix_experts(x, layer.mlp, activate)
         if layer.post_mlp_norm is not None:
@@ -424,6 +445,13 @@ def forward(
         x = add_rms_norm(mixed, residual, next_norm, eps=eps)
     logits = linear(x[logits_rows], decoder.head)
     return logits if config.logit_soft_cap is None else soft_cap(logits, config.logit_soft_cap)
+
+
+def _adapted(product: Tensor, x: Tensor, deltas: Sequence[tuple[LayerDeltas, Tensor]], name: str) -> Tensor:
+    """The product of `x` with the weight `name` of a layer, and what the rows' adapters add to it, in place."""
+    if deltas:
+        add_low_rank(product, x, [(layer[name], rows) for layer, rows in deltas if name in layer])
+    return product
 
 
 def _mix_experts(x: Tensor, mlp: ExpertMlp, activate: Callable[[Tensor], Tensor]) -> Tensor:

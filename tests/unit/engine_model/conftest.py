@@ -4,6 +4,7 @@ A tiny file is written from weights with Hugging Face's names (kept beside it as
 engine's reader does not share.
 """
 
+import json
 import os
 
 # As `torch_runner` does it, before torch is loaded: two threads that spin for each other make busy machines slow.
@@ -292,3 +293,81 @@ def save_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         return saved[case]
 
     return of
+
+
+# --- LoRA adapters
+
+ADAPTED = {
+    "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
+    "self_attn.k_proj": (KV_HEADS * HEAD_SIZE, HIDDEN),
+    "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, HIDDEN),
+    "self_attn.qkv_proj": ((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HEADS * HEAD_SIZE),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.gate_up_proj": (2 * INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+SPLIT = tuple(name for name in ADAPTED if name not in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    seed: int = 1,
+    rank: int = 4,
+    ranks: dict[str, int] | None = None,
+    modules: tuple[str, ...] = SPLIT,
+    layers: int = LAYERS,
+    edit: Callable[[dict[str, torch.Tensor]], object] | None = None,
+    **config: object,
+) -> Path:
+    """Write an adapter of tiny models as PEFT does; `ranks` are those of some modules, `config` replaces fields."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(layers):
+        for name in modules:
+            rows, columns = ADAPTED[name]
+            own = next((value for end, value in (ranks or {}).items() if name.endswith(end)), rank)
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(own, columns, generator=generator) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(rows, own, generator=generator) * 0.2
+    if edit is not None:
+        edit(tensors)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny",
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.05,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "fan_in_fan_out": False,
+        "rank_pattern": ranks or {},
+        "alpha_pattern": {},
+        "qalora_group_size": 16,
+        "megatron_core": "megatron.core",
+        "loftq_config": {},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> Callable[..., Path]:
+    """Writes an adapter of tiny models under a name: see `write_adapter`."""
+
+    def make(name: str, **changes: Any) -> Path:
+        return write_adapter(tmp_path / "adapters" / name, **changes)
+
+    return make
