@@ -494,7 +494,13 @@ async def test_a_paused_replica_is_not_ready_and_refuses_until_it_is_resumed(
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "paused"
         assert refused.headers["retry-after"] == "5"
         assert (await running).json()["usage"]["completion_tokens"] == 300
-        assert (await admin.get("/admin/v1/pause")).json() == {"paused": True, "running": 0, "waiting": 0}
+        assert (await admin.get("/admin/v1/pause")).json() == {
+            "paused": True,
+            "mode": "wait",
+            "frozen": False,
+            "running": 0,
+            "waiting": 0,
+        }
         assert (await admin.post("/admin/v1/resume")).json()["paused"] is False
         assert (await admin.get("/readyz")).status_code == 200
         assert (await api.post("/v1/completions", json={**body, "max_tokens": 1})).status_code == 200

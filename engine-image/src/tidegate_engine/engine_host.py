@@ -168,6 +168,10 @@ class _Host:
         match name:
             case "apply":
                 return await engine.apply(wire.SETTINGS.validate_python(argument))
+            case "admit_by":
+                return await engine.admit_by(wire.ADMISSION.validate_python(argument))
+            case "freeze":
+                return await engine.freeze(bool(argument))
             case "flush":
                 return await engine.flush_cache()
             case "report":

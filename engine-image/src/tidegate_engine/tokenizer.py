@@ -125,11 +125,14 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The conversation by the model's template; raises ChatTemplateError, a ValueError."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
 
     def chat(
         self,
@@ -137,9 +140,10 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Ids of a conversation, ending where the answer begins. Templates spell out BOS, so none is added."""
-        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
         return self.encode(text, add_special=False)
 
 
