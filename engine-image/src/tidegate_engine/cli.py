@@ -526,7 +526,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
     chat = commands.add_parser(
         "chat",
         help="chat with a model in the terminal",

@@ -169,9 +169,11 @@ class _Host:
             case "apply":
                 return await engine.apply(wire.SETTINGS.validate_python(argument))
             case "admit_by":
-                return await engine.admit_by(wire.ADMISSION.validate_python(argument))
+                await engine.admit_by(wire.ADMISSION.validate_python(argument))
+                return None
             case "freeze":
-                return await engine.freeze(bool(argument))
+                await engine.freeze(bool(argument))
+                return None
             case "flush":
                 return await engine.flush_cache()
             case "report":

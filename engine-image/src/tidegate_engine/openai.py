@@ -405,7 +405,7 @@ class EmbeddingCall(BaseModel):
 
     def inputs(self) -> list[str | list[int]]:
         if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [self.input]  # type: ignore[list-item]
+            return [self.input]
         return list(self.input)
 
 
