@@ -214,16 +214,11 @@ class Choice:
                 raise failure_of(output)
             if output.token is not None:
                 new = self._take(output.token, ends_text=output.finish_reason is FinishReason.STOP, entries=entries)
-                if self._thinker is not None:
-                    thought, new = self._think(self._thinker, new)
-                    thoughts += thought
-                text += new
+                thought, new = self._split(new, tokens=1)
+                thoughts, text = thoughts + thought, text + new
             if output.finish_reason is not None:
-                rest = self._detokenizer.finish()
-                if self._thinker is not None:
-                    thought, rest = self._thinker.push(rest)
-                    thoughts += thought
-                text += rest
+                thought, rest = self._split(self._detokenizer.finish(), tokens=0)
+                thoughts, text = thoughts + thought, text + rest
                 finish = output.finish_reason.value
             if self._detokenizer.matched_stop is not None:
                 finish = FinishReason.STOP.value
@@ -239,10 +234,13 @@ class Choice:
         self.length += len(text)
         return delta if text or entries or finish or delta.reasoning else None
 
-    def _think(self, thinker: ReasoningParser, text: str) -> tuple[str, str]:
-        """(thoughts, answer) after the text of one more token."""
-        self.reasoning_tokens = (self.reasoning_tokens or 0) + thinker.is_thinking
-        return thinker.push(text)
+    def _split(self, text: str, *, tokens: int) -> tuple[str, str]:
+        """(thoughts, answer) that `text`, of so many more tokens, brings."""
+        if self._thinker is None:
+            return "", text
+        if self._thinker.is_thinking:
+            self.reasoning_tokens = (self.reasoning_tokens or 0) + tokens
+        return self._thinker.push(text)
 
     def _with_calls(self, parser: ToolCallParser, delta: Delta) -> Delta | None:
         finish = delta.finish_reason

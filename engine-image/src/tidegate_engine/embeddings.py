@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from tidegate_engine.completions import Completions, failure_of
+from tidegate_engine.completions import INLINE_ENCODE_CHARACTERS, Completions, failure_of
 from tidegate_engine.engine import Output
 from tidegate_engine.openai import ApiError, EmbeddingCall
 from tidegate_engine.request import Request
@@ -174,8 +174,7 @@ async def _prompts(completions: Completions, call: EmbeddingCall) -> list[list[i
     room = min(limits.max_model_len, limits.kv_tokens)
     completions.check_priority(call.priority)
     prompts = []
-    for place, text in enumerate(call.inputs()):
-        ids = text if isinstance(text, list) else await completions.encode(text)
+    for place, ids in enumerate(await _encoded(completions, call.inputs())):
         if call.truncate_prompt_tokens is not None:
             kept = room if call.truncate_prompt_tokens == -1 else min(room, call.truncate_prompt_tokens)
             ids = ids[max(0, len(ids) - kept) :]
@@ -189,6 +188,17 @@ async def _prompts(completions: Completions, call: EmbeddingCall) -> list[list[i
         completions.check_ids(ids, param="input")
         prompts.append(ids)
     return prompts
+
+
+async def _encoded(completions: Completions, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+    """Ids of the inputs; many texts are tokenized in a thread, so that the event loop stays free."""
+    encode = completions.tokenizer.encode
+
+    def encode_all() -> list[list[int]]:
+        return [each if isinstance(each, list) else encode(each) for each in inputs]
+
+    characters = sum(len(each) for each in inputs if isinstance(each, str))
+    return encode_all() if characters <= INLINE_ENCODE_CHARACTERS else await asyncio.to_thread(encode_all)
 
 
 def _openai_answer(call: EmbeddingCall, name: str) -> Answer:

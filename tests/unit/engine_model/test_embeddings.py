@@ -82,6 +82,23 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(
     torch.testing.assert_close(embed(runner, prompts(), kind), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_file_of_the_decoder_alone_is_read(runners: dict[str, tuple[TorchRunner, Any]], tmp_path: Path) -> None:
+    """As embedding models are saved: no head, and no `model.` before the names."""
+    runner, model = runners["llama-tied"]
+    model.model.save_pretrained(tmp_path)
+    alone = TorchRunner(tmp_path, options=TorchOptions(kv_blocks=100, block_tokens=BLOCK, threads=1))
+    torch.testing.assert_close(embed(alone, prompts(), PoolingKind.LAST), embed(runner, prompts(), PoolingKind.LAST))
+
+
+def test_a_model_that_wants_its_end_behind_a_text_gets_it(write_tiny_model: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(write_tiny_model(metadata={"tokenizer.ggml.add_eos_token": 1}))
+    ids = tokenizer.encode("the tide", add_special=False)
+    assert tokenizer.encode("the tide") == [*ids, 2]
+    damaged = write_tiny_model(metadata={"tokenizer.ggml.add_eos_token": 1, "tokenizer.ggml.eos_token_id": 9999})
+    with pytest.raises(ModelError, match="names the token 9999 as the end"):
+        load_tokenizer(damaged)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_is_the_same_alone_in_chunks_and_after_a_hit(
     runners: dict[str, tuple[TorchRunner, Any]], kind: PoolingKind
