@@ -133,7 +133,7 @@ def test_the_real_model_answers_in_a_pipe(real_model_path: Path) -> None:
         "--max-tokens", "8", "--num-gpu-blocks-override", "40",
     ]  # fmt: skip
     done = subprocess.run(
-        command, input="What is the capital of France?\n/quit\n", capture_output=True, text=True, timeout=300
+        command, input="What is the capital of France?\n/quit\n", capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "loading" in done.stderr

@@ -58,6 +58,7 @@ QUEUED_PER_SEQUENCE = 8
 """Requests that may wait for each place of the largest batch, unless the flag says how many."""
 EXIT_CONFIG = 2
 EXIT_MODEL = 3
+EXIT_INTERRUPTED = 130
 
 logger = logging.getLogger(__name__)
 
@@ -430,6 +431,12 @@ def _chat(args: argparse.Namespace) -> int:
             backend.close()
     except ChatError as error:
         raise ConfigError("ChatFailed", str(error)) from error
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the answers has left; Python would complain once more when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
 
 
 def _fail(sentence: str, exit_code: int) -> int:

@@ -271,7 +271,6 @@ class LocalBackend:
         self._model = model
         self._reasoning_parser = reasoning_parser
         self._fields = fields
-        self._loop = asyncio.new_event_loop()
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="chat-engine", daemon=True)
@@ -296,11 +295,11 @@ class LocalBackend:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            with asyncio.Runner() as runner:
+                self._loop = runner.get_loop()
+                runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001  # it belongs to the thread that waits
             self._ready.put(error)
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         from tidegate_engine.completions import Completions, Limits
