@@ -142,7 +142,7 @@ def test_the_real_model_answers_in_a_pipe(real_model_path: Path) -> None:
 async def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(
     start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile
 ) -> None:
-    slow = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.05))
+    slow = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.3))
     engine = await start_engine(runner=make_script("tide after tide, ", profile=slow))
     master, slave = pty.openpty()
     command = ("-m", "tidegate_engine.cli", "chat", "--url", f"http://127.0.0.1:{engine.api_port}")
