@@ -132,7 +132,7 @@ async def counted(client: httpx.AsyncClient, path: str) -> int:
     response = await client.get(path, params={"limit": 1})
     response.raise_for_status()
     page = response.json()
-    return len(page["items"]) + page["metadata"].get("remainingItemCount", 0)
+    return len(page["items"]) + int(page["metadata"].get("remainingItemCount", 0))
 
 
 async def until_quiet() -> None:

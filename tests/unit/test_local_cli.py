@@ -26,7 +26,7 @@ def test_without_a_cluster_the_message_says_so(
 ) -> None:
     monkeypatch.setenv("TIDEGATE_CACHE", str(tmp_path))
     assert cli.main([command, "2"] if command == "fake-gpus" else [command]) == 1
-    assert capsys.readouterr().err == "There is no cluster called tidegate.\n"
+    assert capsys.readouterr().err.startswith("There is no cluster called tidegate; ")
 
 
 def test_the_command_answers_without_the_demos_dependencies() -> None:

@@ -104,6 +104,16 @@ def test_the_effect_of_a_change_is_measured_on_both_sides_within_one_phase() -> 
     assert change.felt_before.requests == 20
 
 
+def test_a_change_that_clients_felt_no_gain_from_is_told_so() -> None:
+    def told(run: Recording) -> bool:
+        return "felt no gain" in verdict.findings(run)[0].detail
+
+    run = good_run()
+    slower = [replace(o, ttft_seconds=0.9) if o.arrived_at > 1070 else o for o in run.outcomes]
+    assert not told(run)
+    assert told(replace(run, outcomes=slower))
+
+
 def without_restart_proof(run: Recording) -> Recording:
     restarted = (PodFact("chat-1", "u1", True, 1),)
     return replace(run, samples=[replace(s, pods=restarted) if s.settings is SMALL else s for s in run.samples])

@@ -1,13 +1,14 @@
 """`tidegate explain`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tidegate_operator.cli import formula, main
+from tidegate_operator.cli import formula, main, run_operator
 
 OBJECT: dict[str, Any] = {
     "apiVersion": "tidegate.dev/v1alpha1",
@@ -74,6 +75,13 @@ OBJECT: dict[str, Any] = {
                     "message": "2 → 3",
                     "replicas": 3,
                 },
+                {
+                    "time": "2026-01-01T00:00:20Z",
+                    "action": "Retune",
+                    "reason": "RetunedForMix",
+                    "message": "64/4096/1024 → 48/1024/512",
+                    "replicas": 3,
+                },
             ],
         },
         "conditions": [
@@ -103,6 +111,8 @@ def test_everything_worth_knowing_is_said(tmp_path: Path, capsys: pytest.Capture
         "TTFT p95: 1400 ms, goal 1000 ms - MISSED",
         "inter-token latency p95: 31 ms, goal 50 ms - met",
         "ScaleUp, DemandAboveCapacity",
+        "ScaleUp to 3, DemandAboveCapacity: 2 → 3",
+        "Retune, RetunedForMix: 64/4096/1024 → 48/1024/512",
         "bound by: Prefill",
         "= 3.73 replicas",
         "then bounded by: ScaleUpPolicy; decided: 3",
@@ -157,3 +167,12 @@ def test_the_help_shows_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     assert "kubectl get lld my-model -o json | tidegate explain" in capsys.readouterr().out
+
+
+def test_the_operators_command_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tidegate_operator.__main__", None)
+    monkeypatch.setitem(sys.modules, "kopf", None)
+    assert run_operator() == 2
+    assert "pip install 'tidegate[operator]'" in capsys.readouterr().err

@@ -299,6 +299,8 @@ async def test_a_child_of_somebody_else_is_neither_taken_nor_changed(world: Worl
     outcome = await world.run()
     assert outcome.failed
     assert world.condition("Reconciling")["reason"] == "NameTaken"
+    assert (world.condition("Ready")["status"], world.condition("Ready")["reason"]) == ("False", "NameTaken")
+    assert ("Warning", "NameTaken") in world.cluster.events
     assert world.cluster.stored("Service")["spec"] == {"selector": {"app": "x"}}
     del world.cluster.objects["Service", KEY]
     assert not (await world.run()).failed

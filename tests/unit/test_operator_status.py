@@ -332,11 +332,17 @@ def test_every_field_is_one_of_the_schemas() -> None:
         wanted_replicas=2,
         bounded_by=("Step",),
         inputs={"a": 1.23456},
-        memory={"a": []},
+        memory={"a": [], "b": [[1.5, 2]]},
     )
     built = build(seen(pod(), demand=demand(), metrics_state=MetricsState.STALE), decision, **GOAL)
     read = api_status.Status.model_validate(built)
     assert read.model_dump(mode="json", by_alias=True, exclude_none=True) == built
+    assert status.memory_of(built) == decision.memory
+
+
+@pytest.mark.parametrize("memory", [None, "", "{", "[]", {"an": "object"}])
+def test_a_memory_that_cannot_be_read_is_none(memory: object) -> None:
+    assert status.memory_of({"autoscaling": {"memory": memory}}) == {}
 
 
 # --- decisions and Events ------------------------------------------------------------------------------------------

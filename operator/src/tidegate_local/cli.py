@@ -122,8 +122,9 @@ def _status(options: argparse.Namespace) -> int:
             print("images: " + ", ".join(running.images))
     if not names:
         print("No cluster is running; start one with: tidegate-local up")
-    missing = "complete" if setup.is_complete(setup.ALL_IMAGES) else "incomplete (tidegate-local setup completes it)"
-    print(f"cache: {cache.root()}, {missing}")
+    missing = ", ".join(setup.missing(setup.ALL_IMAGES))
+    state = f"without {missing} (tidegate-local setup adds that)" if missing else "complete"
+    print(f"cache: {cache.root()}, {state}")
     return 0
 
 

@@ -466,7 +466,9 @@ def _read_description(state: Path) -> Description:
     try:
         content = json.loads((state / "cluster.json").read_text())
     except FileNotFoundError:
-        raise NotRunning(f"There is no cluster called {state.name}.") from None
+        running = ", ".join(names())
+        hint = f"running: {running} (say --name)" if running else "none is running (tidegate-local up starts one)"
+        raise NotRunning(f"There is no cluster called {state.name}; {hint}.") from None
     return Description(**{**content, "cgroups": tuple(content["cgroups"])})
 
 

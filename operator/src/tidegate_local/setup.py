@@ -24,21 +24,25 @@ def everything(progress: activity.Progress, names: Sequence[str] = ALL_IMAGES) -
     Raises machine.Unsuitable or binaries.MissingBinary before anything is started, cache.Busy, activity.StepFailed.
     """
     machine.check(disk_bytes=0)
-    if is_complete(names):
+    if not missing(names):
         return
     with cache.in_turn("set-up", purpose="a set-up", say=progress.say):
-        if is_complete(names):
+        parts = missing(names)
+        if not parts:
             return
+        progress.say(f"To make, binaries and images side by side: {', '.join(parts)}.")
         machine.check_disk(needed_bytes(names))
         machine.install_packages(progress)
         _side_by_side(progress, [lambda: binaries.build(progress), lambda: _make_images(names, progress)])
 
 
-def is_complete(names: Sequence[str]) -> bool:
-    """Whether set-up would find nothing to do."""
-    if machine.missing_packages() or binaries.missing() or images.pause_is_stale():
-        return False
-    return not images.stale(names) and model.is_here()
+def missing(names: Sequence[str]) -> list[str]:
+    """What set-up would make, in words; empty when it would find nothing to do."""
+    found = [f"package {name}" for name in machine.missing_packages()]
+    found += [] if model.is_here() else ["the model SmolLM2"]
+    found += [binary.name for binary in binaries.missing()]
+    found += ["image pause"] if images.pause_is_stale() else []
+    return found + [f"image {image.short}" for image in images.stale(names)]
 
 
 def needed_bytes(names: Sequence[str]) -> float:

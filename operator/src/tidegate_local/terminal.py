@@ -53,7 +53,7 @@ def plain_line(sample: Sample, *, phase: str, elapsed_seconds: float) -> str:
         else f"{settings.max_sequences} seq/{settings.max_batched_tokens} tok/{settings.prefill_chunk_tokens} chunk"
     )
     return (
-        f"{elapsed_seconds:4.0f} s  {phase:<20}  {figure(sample.arrivals_per_second, 2):>5}/s  "
+        f"load {elapsed_seconds:4.0f} s  {phase:<20}  {figure(sample.arrivals_per_second, 2):>5}/s  "
         f"{mix_text(sample.mix):<42}  TTFT p95 {figure(sample.ttft_p95_seconds, 2, ' s'):>7}  "
         f"waiting {figure(sample.waiting, 0):>3}  replicas {figure(sample.ready_replicas, 0)}"
         f"/{figure(sample.desired_replicas, 0)}  batch {batch}  {sample.reason}"
@@ -84,7 +84,7 @@ class View:
 
     def news(self, text: str, *, elapsed_seconds: float) -> None:
         """Something that happened once: a phase, a decision, an Event."""
-        line = f"{elapsed_seconds:4.0f} s  {text}"
+        line = f"load {elapsed_seconds:4.0f} s  {text}"
         if self._live is None:
             self._console.print(f"  >>  {line}", highlight=False, markup=False, soft_wrap=True)
         else:
@@ -124,7 +124,7 @@ class View:
             table.add_row(name, Text(value))
         return Panel(
             Group(table, Text(sample.message, style="italic")),
-            title=f"What the operator sees and decides · {elapsed_seconds:.0f} s",
+            title=f"What the operator sees and decides · load {elapsed_seconds:.0f} s",
             title_align="left",
         )
 

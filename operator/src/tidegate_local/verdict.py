@@ -12,6 +12,8 @@ from tidegate_local.recording import DecisionFact, PodFact, Recording, Sample, S
 
 EFFECT_WINDOW_SECONDS = 40.0
 """Longest stretch before and after a change that its effect is measured on."""
+NOTICEABLE = 1.1
+"""A measured latency above this many times the one before counts as worse."""
 SETTLE_SECONDS = 5.0
 """Requests that began this shortly after a change still saw the old batch."""
 
@@ -206,7 +208,13 @@ def _change_sentence(change: LiveChange) -> str:
         f"{change.before} → {change.after} when {change.pattern} came to lead the mix; {pods}: same pod, 0 restarts; "
         f"{change.message}; measured by the clients: TTFT p50 {_seconds(old.ttft_p50_seconds)} → "
         f"{_seconds(new.ttft_p50_seconds)}, p95 {_seconds(old.ttft_p95_seconds)} → {_seconds(new.ttft_p95_seconds)}"
+        f"{'' if _is_no_worse(change) else '; the clients felt no gain in this stretch, whose load changed too'}"
     )
+
+
+def _is_no_worse(change: LiveChange) -> bool:
+    old, new = change.felt_before.ttft_p95_seconds, change.felt_after.ttft_p95_seconds
+    return old is None or new is None or new <= old * NOTICEABLE
 
 
 def _seconds(value: float | None) -> str:

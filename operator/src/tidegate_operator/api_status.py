@@ -3,7 +3,7 @@
 An absent field is unknown. Times are RFC 3339 in UTC.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -109,8 +109,8 @@ class AutoscalingStatus(Part):
         description="The last decisions that changed something, newest last.",
         json_schema_extra=ATOMIC,
     )
-    memory: dict[str, Any] = Field(
-        default_factory=dict, description="What the operator needs for its next decision; not for users."
+    memory: Annotated[str, Field(max_length=32768)] = Field(
+        default="", description="What the operator needs for its next decision, as JSON; not for users."
     )
 
 

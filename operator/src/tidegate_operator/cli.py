@@ -56,6 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run_operator() -> int:
+    """The command `tidegate-operator`, whose libraries the bare package does not bring."""
+    try:
+        from tidegate_operator.__main__ import main as run
+    except ModuleNotFoundError as error:
+        print(f"tidegate-operator: {error.name} is missing: pip install 'tidegate[operator]'", file=sys.stderr)
+        return 2
+    return run()
+
+
 def _read(filename: str) -> str:
     try:
         return sys.stdin.read() if filename == "-" else Path(filename).read_text()
@@ -214,8 +224,8 @@ def _history(scaling: Fields) -> Iterable[str]:
         return
     yield "  changes, newest first:"
     for item in reversed(decisions):
-        change = f"{item.get('action')} to {item.get('replicas')}, {item.get('reason')}"
-        yield f"    {item.get('time')} {change}: {item.get('message')}"
+        to = "" if item.get("action") == "Retune" else f" to {item.get('replicas')}"
+        yield f"    {item.get('time')} {item.get('action')}{to}, {item.get('reason')}: {item.get('message')}"
 
 
 def _troubles(status: Fields) -> Iterable[str]:

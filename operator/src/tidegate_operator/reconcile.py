@@ -176,7 +176,7 @@ class Reconciler:
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
         observation = await self._observe(target, now=now)
-        memory = previous.get("autoscaling", {}).get("memory", {})
+        memory = status.memory_of(previous)
         if observation.demand is None:
             decision = policy.decide(spec, observation, memory)
         else:
@@ -332,7 +332,7 @@ class Reconciler:
                 live = None if found is None else slim(resource, found)
         if live is not None and live["metadata"]["owner"] != target.uid:
             name = f"{kind} {address[1]}"
-            message = f"{name} exists and belongs to something else: delete it, or choose another name"
+            message = f"{name} exists and is not ours: give this object another name, or remove that {kind}"
             return Problem(Reason.NAME_TAKEN, message, permanent=False)
         if body is None:
             body = await self._ports.cluster.apply(resource, manifest)

@@ -4,6 +4,7 @@ Pure. The same facts give the same status: noise is rounded away against the pre
 moves only when its status flips, so that at rest nothing is written. `reconcile` writes what `build` returns.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -131,10 +132,20 @@ def build(
     return _dump(status) | {"conditions": _conditions(view, now)}
 
 
+def memory_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the last decision left for the next one; empty when there is none that can be read."""
+    try:
+        memory = json.loads((status.get("autoscaling") or {}).get("memory") or "{}")
+    except (TypeError, ValueError):
+        return {}
+    return memory if isinstance(memory, dict) else {}
+
+
 def build_problem(problem: Problem, previous: Mapping[str, Any], *, generation: int, now: float) -> StatusDict:
     """Status of an object that cannot be acted on: the last known facts stay, the conditions tell the problem.
 
-    A permanent problem is the user's (a spec that cannot be read); a temporary one will be tried again.
+    A permanent problem is the user's (a spec that cannot be read); a temporary one will be tried again, and is why an
+    object that does not serve yet does not.
     """
     not_ready = Verdict("False", problem.reason, problem.message, foreign=True)
     trouble = Verdict("True", problem.reason, problem.message, foreign=True)
@@ -144,7 +155,7 @@ def build_problem(problem: Problem, previous: Mapping[str, Any], *, generation: 
         ConditionType.STALLED: trouble if problem.permanent else fine,
     }
     before = _by_type(previous)
-    if problem.permanent or ConditionType.READY not in before:
+    if problem.permanent or before.get(ConditionType.READY, {}).get("status") != "True":
         # Pods that serve go on serving while a pass fails: only a spec that means nothing takes Ready away.
         verdicts = {ConditionType.READY: not_ready, **verdicts}
     told = [_condition(kind, verdict, before.get(kind, {}), (generation, now)) for kind, verdict in verdicts.items()]
@@ -587,7 +598,7 @@ def _autoscaling(view: View, now: float) -> api_status.AutoscalingStatus:
             "lastScaleTime": _timestamp(now) if scaled else before.get("lastScaleTime"),
             "lastDecision": newest,
             "decisions": history,
-            "memory": dict(decision.memory),
+            "memory": json.dumps(decision.memory, separators=(",", ":"), sort_keys=True),
         }
     )
 
