@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -425,6 +426,8 @@ def _chat(args: argparse.Namespace) -> int:
             backend = LocalBackend(model, reasoning_parser=args.reasoning_parser, fields=given)
         try:
             if args.message is None and sys.stdin.isatty():
+                # What starts programs in the background has them ignore it.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 print("/help tells the commands", file=sys.stderr, flush=True)
             return run_chat(backend, system=args.system, message=args.message)
         finally:
