@@ -478,6 +478,55 @@ def test_the_operator_may_repeat_its_generation_after_a_person_changed_the_setti
     assert replace(repeated, version=by_operator.version) == by_operator
 
 
+async def test_kept_requests_stand_still_and_go_on_at_the_resume(
+    engine: Process, admin: httpx.AsyncClient, loops: Loops
+) -> None:
+    loop = loops[engine]
+    body = {"model": "fast", "prompt": "x", "max_tokens": 200}
+    async with api_of(engine) as api:
+        undisturbed = (await api.post("/v1/completions", json=body)).json()
+        running = asyncio.create_task(api.post("/v1/completions", json=body))
+        await until(lambda: any(r.output_tokens > 3 for r in loop.scheduler.live_requests()))
+        paused = (await admin.post("/admin/v1/pause", json={"mode": "keep"})).json()
+        assert (paused["mode"], paused["frozen"], paused["running"], paused["aborted"]) == ("keep", True, 1, [])
+        step = loop.scheduler.step_id
+        for _ in range(3):  # the engine answers, and computes nothing
+            await admin.get("/admin/v1/info")
+            await loop.call(lambda: None)
+        assert loop.scheduler.step_id == step and not running.done()
+        assert (await admin.get("/readyz")).status_code == 503 and (await admin.get("/livez")).status_code == 200
+        info = (await admin.get("/admin/v1/info")).json()
+        assert (info["paused"], info["pause_mode"]) == (True, "keep")
+        assert 'tidegate_engine_paused{mode="keep"} 1.0' in (await admin.get("/metrics")).text
+        assert (await api.post("/v1/completions", json=body)).status_code == 503
+        resumed = (await admin.post("/admin/v1/resume")).json()
+        assert (resumed["paused"], resumed["mode"], resumed["frozen"]) == (False, None, False)
+        answer = (await running).json()
+        assert answer["choices"][0]["text"] == undisturbed["choices"][0]["text"]
+        assert 'tidegate_engine_paused{mode="keep"} 0.0' in (await admin.get("/metrics")).text
+
+
+async def test_kept_requests_can_leave_be_aborted_and_are_finished_by_a_drain(
+    engine: Process, admin: httpx.AsyncClient, loops: Loops
+) -> None:
+    scheduler = loops[engine].scheduler
+    body = {"model": "fast", "prompt": "x", "max_tokens": 100}
+    async with api_of(engine) as api:
+        tasks = [asyncio.create_task(api.post("/v1/completions", json=body)) for _ in range(3)]
+        await until(lambda: scheduler.running == 3)
+        await admin.post("/admin/v1/pause", json={"mode": "keep"})
+        tasks[0].cancel()
+        await until(lambda: scheduler.running == 2)
+        victim = scheduler.live_requests()[0].id
+        assert (await admin.post("/admin/v1/abort", json={"request_id": victim})).json()["aborted"] == [victim]
+        await until(lambda: scheduler.running == 1)
+        await admin.post("/admin/v1/drain", json={"timeout_seconds": 20})
+        answers = await asyncio.gather(*tasks[1:])
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+    refused = await admin.post("/admin/v1/pause", json={"mode": "keep"})
+    assert refused.status_code == 409
+
+
 async def test_a_paused_replica_is_not_ready_and_refuses_until_it_is_resumed(
     engine: Process, admin: httpx.AsyncClient, loops: Loops
 ) -> None:
@@ -494,7 +543,13 @@ async def test_a_paused_replica_is_not_ready_and_refuses_until_it_is_resumed(
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "paused"
         assert refused.headers["retry-after"] == "5"
         assert (await running).json()["usage"]["completion_tokens"] == 300
-        assert (await admin.get("/admin/v1/pause")).json() == {"paused": True, "running": 0, "waiting": 0}
+        assert (await admin.get("/admin/v1/pause")).json() == {
+            "paused": True,
+            "mode": "wait",
+            "frozen": False,
+            "running": 0,
+            "waiting": 0,
+        }
         assert (await admin.post("/admin/v1/resume")).json()["paused"] is False
         assert (await admin.get("/readyz")).status_code == 200
         assert (await api.post("/v1/completions", json={**body, "max_tokens": 1})).status_code == 200

@@ -104,7 +104,7 @@ def test_the_queue_has_an_end_also_when_no_flag_says_where(
 
     monkeypatch.setattr(serve, "run", run)
     assert cli.main([*MODELLED, *flags]) == 0
-    assert [options.max_queued for options in taken] == [most]
+    assert [options.policy.max_num_queued_reqs for options in taken] == [most]
 
 
 def test_without_a_termination_log_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.context import ContextPolicy, Message, fit_ids, fit_messages
+from tidegate_engine.live_policy import LivePolicy
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
@@ -175,7 +176,7 @@ async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
 
 
 async def test_the_servers_policy_holds_where_the_request_says_nothing(start_engine: StartEngine) -> None:
-    engine = await start_engine(context_policy=LEFT)
+    engine = await start_engine(policy=LivePolicy(context_policy=LEFT))
     async with client_of(engine) as client:
         answer: Any = await client.completions.create(model="fast", prompt=[7] * 900, max_tokens=12)
         assert answer.usage.prompt_tokens <= 500

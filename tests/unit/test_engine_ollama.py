@@ -98,7 +98,7 @@ def test_calls_without_ids_get_stable_ones_that_their_answers_name() -> None:
         {"role": "tool", "content": "late"},
         {"role": "tool", "content": "stray"},
     ]
-    chat = OllamaChatCall.model_validate({"model": "fast", "messages": messages}).as_chat(("fast",))
+    chat = OllamaChatCall.model_validate({"model": "fast", "messages": messages}).as_call(("fast",))
     calls = [call.id for message in chat.messages for call in message.tool_calls or ()]
     answers = [message.tool_call_id for message in chat.messages if message.role == "tool"]
     assert calls == ["000001000", "000001001", "abc"]

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tidegate_engine.engine import Engine
+from tidegate_engine.live_policy import LivePolicy, SchedulingPolicy
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
@@ -147,7 +148,9 @@ async def test_requests_made_from_the_openapi_document_never_fail_or_hang(
     # An answer without a limit fills the context, so the context is short.
     quick = replace(fast_profile, max_model_len=192, step=replace(fast_profile.step, base_seconds=0.0001))
     runner = make_script("tide ", structured_outputs=True, profile=quick)
-    engine = await start_engine(runner=runner, tool_call_parser="hermes", honours_priority=True)
+    engine = await start_engine(
+        runner=runner, tool_call_parser="hermes", policy=LivePolicy(scheduling_policy=SchedulingPolicy.PRIORITY)
+    )
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=60) as http:
         document = (await http.get("/openapi.json")).json()
         bodies = {

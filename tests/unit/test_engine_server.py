@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from tidegate_engine import server
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.engine import Engine
+from tidegate_engine.live_policy import LivePolicy
 from tidegate_engine.ollama import OllamaChatCall, OllamaGenerateCall
 from tidegate_engine.openai import ChatCall, CompletionCall, DetokenizeCall, EmbeddingCall, TokenizeCall
 from tidegate_engine.responses import ResponseCall
@@ -417,7 +418,8 @@ async def test_a_body_that_is_too_large_is_refused_whether_or_not_it_says_so(
 
 async def test_a_full_queue_answers_429_with_retry_after(start_engine: StartEngine, fast_profile: Profile) -> None:
     engine = await start_engine(
-        profile=replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.02)), max_queued=2
+        profile=replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.02)),
+        policy=LivePolicy(max_num_queued_reqs=2),
     )
     assert engine.state.loaded is not None
     client = engine.state.loaded.engine

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -19,16 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidegate_engine.adapters import ServedAdapters
 from tidegate_engine.admin_keys import AdminKeys, TokenRefused
 from tidegate_engine.batching import BatchingState, Conflict, apply_change, expire, parse_change
-from tidegate_engine.drain import Drain, DrainPhase
+from tidegate_engine.drain import PAUSE_MODES, Drain, DrainPhase
 from tidegate_engine.engine_client import EngineClient, EngineGone
 from tidegate_engine.metrics import CONTENT_TYPE, Counts
+from tidegate_engine.policy_control import PolicyControl
 from tidegate_engine.server import JsonResponse, metrics_page
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
 from tidegate_engine.weights import ModelError
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/metrics"})
-PAUSE_MODES = ("wait", "abort")
-"""What becomes of the requests that have begun."""
 CALL_TIMEOUT_SECONDS = 30.0
 """How long an order may wait for the step in flight."""
 
@@ -178,6 +178,7 @@ class Loaded:
     engine: EngineClient
     render_metrics: Callable[[], Awaitable[bytes]]
     batching: LiveBatching
+    policy: PolicyControl
     drain: Drain
     adapters: ServedAdapters
     runner: str
@@ -321,9 +322,22 @@ def _add_batching(app: FastAPI, state: AdminState) -> None:
         loaded = _loaded(state)
         if loaded.drain.phase is not DrainPhase.SERVING:
             return _error(409, "draining", "the settings of a draining replica are not changed")
-        dry_run = request.query_params.get("dryRun", "false").lower() in ("true", "1", "all")
         data = await _json(request)
-        return await loaded.batching.patch(data, if_match=request.headers.get("if-match"), dry_run=dry_run)
+        return await loaded.batching.patch(data, if_match=request.headers.get("if-match"), dry_run=_is_dry(request))
+
+    @app.get("/admin/v1/policy")
+    async def get_policy() -> Response:
+        return _loaded(state).policy.describe()
+
+    @app.patch("/admin/v1/policy")
+    async def patch_policy(request: Request) -> Response:
+        loaded = _loaded(state)
+        data = await _json(request)
+        return await loaded.policy.patch(data, if_match=request.headers.get("if-match"), dry_run=_is_dry(request))
+
+
+def _is_dry(request: Request) -> bool:
+    return request.query_params.get("dryRun", "false").lower() in ("true", "1", "all")
 
 
 def _add_drain(app: FastAPI, state: AdminState) -> None:
@@ -336,6 +350,7 @@ def _add_drain(app: FastAPI, state: AdminState) -> None:
             error = {"field": "timeout_seconds", "allowed": None, "reason": "timeout_seconds must be 0 or more"}
             return JsonResponse({"error": error}, 422)
         logger.info("drain asked for, %s s", timeout)
+        await thaw(loaded.engine)
         loaded.drain.begin(float(timeout))
         return JsonResponse(_describe_drain(loaded), 202)
 
@@ -381,10 +396,14 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
         data = await _json(request)
         mode = data.get("mode", "wait") if isinstance(data, Mapping) else None
         if mode not in PAUSE_MODES:
-            error = {"field": "mode", "allowed": list(PAUSE_MODES), "reason": "mode must be wait or abort"}
+            reason = f"mode must be {' or '.join(PAUSE_MODES)}"
+            error = {"field": "mode", "allowed": list(PAUSE_MODES), "reason": reason}
             return JsonResponse({"error": error}, 422)
-        loaded.drain.is_paused = True
+        if mode == "keep" and loaded.drain.phase is not DrainPhase.SERVING:
+            return _error(409, "draining", "a draining replica ends its requests and cannot keep them")
+        loaded.drain.pause_mode = mode
         aborted = _abort(loaded.engine, None) if mode == "abort" else []
+        await _call(loaded.engine.freeze(mode == "keep"))
         request.scope[AUDIT_NOTE] = f"{len(aborted)} requests aborted"
         return JsonResponse({**_describe_pause(loaded), "aborted": aborted})
 
@@ -395,7 +414,8 @@ def _add_orders(app: FastAPI, state: AdminState) -> None:
     @app.post("/admin/v1/resume")
     async def resume() -> Response:
         loaded = _loaded(state)
-        loaded.drain.is_paused = False
+        await _call(loaded.engine.freeze(False))
+        loaded.drain.pause_mode = None
         return JsonResponse(_describe_pause(loaded))
 
 
@@ -450,7 +470,20 @@ def _abort(engine: EngineClient, wanted: str | None) -> list[str]:
 
 def _describe_pause(loaded: Loaded) -> dict[str, object]:
     status = loaded.engine.status()
-    return {"paused": loaded.drain.is_paused, "running": status.running, "waiting": status.waiting}
+    return {
+        "paused": loaded.drain.is_paused,
+        "mode": loaded.drain.pause_mode,
+        "frozen": status.is_frozen,
+        "running": status.running,
+        "waiting": status.waiting,
+    }
+
+
+async def thaw(engine: EngineClient) -> None:
+    """Let frozen requests go on, since whoever leaves ends them first; an engine that does not answer is left alone."""
+    if engine.status().is_frozen:
+        with suppress(TimeoutError, EngineGone):
+            await _call(engine.freeze(False))
 
 
 async def _call(answer: Awaitable[Result]) -> Result:
@@ -483,6 +516,9 @@ async def _describe(loaded: Loaded) -> dict[str, object]:
         "start_seconds": dict(engine.start_seconds),
         "settings_generation": loaded.batching.state.generation,
         "adapters": [asdict(adapter.info) for adapter in loaded.adapters.served.values()],
+        "policy_version": loaded.policy.version,
+        "paused": loaded.drain.is_paused,
+        "pause_mode": loaded.drain.pause_mode,
     }
 
 

@@ -61,14 +61,21 @@ def parse_change(data: object, *, if_match: str | None) -> Change | Violation:
     ttl_seconds = data.get("ttl_s")
     if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_SECONDS:
         return Violation("ttl_s", (1, MAX_TTL_SECONDS), f"ttl_s is {ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS}")
-    version: int | None = None
-    if if_match is not None and if_match != "*":
-        text = if_match.strip('"')
-        if not text.isdecimal():
-            return Violation("If-Match", None, 'If-Match must be a version, such as "3"')
-        version = int(text)
+    version = parse_if_match(if_match)
+    if isinstance(version, Violation):
+        return version
     settings = {name: data[name] for name in SETTING_NAMES if data.get(name) is not None}
     return Change(settings, data.get("generation"), ttl_seconds, version)
+
+
+def parse_if_match(header: str | None) -> int | Violation | None:
+    """The version that a change is meant for; None = any."""
+    if header is None or header == "*":
+        return None
+    text = header.strip('"')
+    if not text.isdecimal():
+        return Violation("If-Match", None, 'If-Match must be a version, such as "3"')
+    return int(text)
 
 
 def apply_change(

@@ -72,7 +72,7 @@ class BlockPool:
 
     def match(self, request: Request) -> list[int]:
         """Blocks that hold the head of the request's tokens, never its last token. Changes no block: see `share`."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or not request.may_share:
             return []
         self._join_epoch(request)
         found: list[int] = []
@@ -89,7 +89,7 @@ class BlockPool:
     def match_host(self, request: Request, start: int) -> list[bytes]:
         """Hashes of the request's blocks from `start` on that the host pool holds; `match` was asked before."""
         host = self.host
-        if host is None or not self.prefix_caching:
+        if host is None or not self.prefix_caching or not request.may_share:
             return []
         found: list[bytes] = []
         for index in range(start, (request.total_tokens - 1) // self.block_tokens):

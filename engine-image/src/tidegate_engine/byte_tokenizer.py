@@ -43,8 +43,9 @@ class ByteTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Ids of a conversation, ending where the answer begins."""
+        """Ids of a conversation, ending where the answer begins. There is no template to use `variables`."""
         head = f"<tools>\n{json.dumps(tools)}\n" if tools else ""
         turns = "".join(map(_turn, messages))
         return self.encode(head + turns + ("<assistant>\n" if add_generation_prompt else ""))

@@ -48,10 +48,16 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The conversation as text, special tokens spelt out; with the head of the answer after it."""
+        """The conversation as text, special tokens spelt out; with the head of the answer after it.
+
+        `variables` are more of the template's; they replace none of the others.
+        """
+        own = {"messages", "tools", "add_generation_prompt", *self.special_tokens}
         try:
             return self._template.render(
+                {name: value for name, value in (variables or {}).items() if name not in own},
                 messages=[dict(message) for message in messages],
                 tools=None if not tools else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,

@@ -11,10 +11,12 @@ import torch
 
 from tidegate_engine.gguf_file import read_header
 from tidegate_engine.packed import load_packed, read_packed
+from tidegate_engine.pooling import Pooling, pooling_of_folder, pooling_of_metadata
 from tidegate_engine.precision import Precision
 from tidegate_engine.transformer import DecoderConfig
 from tidegate_engine.weights import (
     PACKED_FILE,
+    ModelError,
     check_eos_token_ids,
     eos_token_ids,
     find_model_file,
@@ -39,12 +41,21 @@ class Checkpoint:
     """The method by which it was quantised: `gguf`, `gptq`; None = not at all."""
     packed: bool
     """Made by `tidegate-engine pack`: in the precisions that were asked for then."""
+    pooling: Pooling | ModelError
+    """How its files say that embeddings are made, or why that is not computed."""
     _load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
 
     def load(self, dtype: torch.dtype, precision: Precision) -> dict[str, Weight]:
         """The parameters, as `parameter_shapes` names them; raises ModelError."""
         _, parameters = self._load(self.path, dtype=dtype, precision=precision)
         return parameters
+
+    def pooling_or(self, wanted: Pooling | None) -> Pooling:
+        """How its embeddings are made, unless `wanted` says it; raises ModelError where that is not computed."""
+        pooling = wanted or self.pooling
+        if isinstance(pooling, ModelError):
+            raise pooling
+        return pooling
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -57,10 +68,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         config, stored = model.config, model.stored_bytes
         name, ends, load = model.name, model.eos_token_ids, load_packed
         quantisation: str | None = "tidegate"
+        pooling: Pooling | ModelError = model.pooling
     elif path.is_dir():
         config, stored = describe_folder(path)
         name, ends, load = path.resolve().name, folder_eos_token_ids(path), load_safetensors
         quantisation = quantisation_of(path)
+        pooling = pooling_of_folder(path)
     else:
         header = read_header(path)
         config, stored = read_config(header), stored_bytes(header)
@@ -70,5 +83,6 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             load_gguf,
         )
         quantisation = "gguf"
+        pooling = pooling_of_metadata(header.metadata, path=path)
     ends = check_eos_token_ids(ends, vocab_size=config.vocab_size, path=path)
-    return Checkpoint(path, name, config, ends, stored, quantisation, packed, load)
+    return Checkpoint(path, name, config, ends, stored, quantisation, packed, pooling, load)

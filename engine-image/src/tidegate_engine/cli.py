@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
+from tidegate_engine.pooled_batcher import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAIT_SECONDS, PooledLimits
 from tidegate_engine.precision import (
     CHECKPOINT_METHODS,
     DTYPES,
@@ -30,12 +32,14 @@ from tidegate_engine.precision import (
     as_stored,
     parse_precision,
 )
+from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
     SETTING_NAMES,
     Envelope,
     SettingsFile,
+    Violation,
     find_violation,
     parse_settings_file,
 )
@@ -44,6 +48,8 @@ from tidegate_engine.tool_calls import FORMATS
 from tidegate_engine.weights import ModelError
 
 if TYPE_CHECKING:
+    from tidegate_engine.live_policy import LivePolicy
+    from tidegate_engine.pooling import Pooling
     from tidegate_engine.runner import Runner
     from tidegate_engine.serve import Model
     from tidegate_engine.tokenizer import ModelTokenizer
@@ -53,6 +59,7 @@ QUEUED_PER_SEQUENCE = 8
 """Requests that may wait for each place of the largest batch, unless the flag says how many."""
 EXIT_CONFIG = 2
 EXIT_MODEL = 3
+EXIT_INTERRUPTED = 130
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _inspect(args)
         if args.command == "pack":
             return _pack(args)
+        if args.command == "chat":
+            return _chat(args)
         return _serve(args)
     except ConfigError as error:
         return _fail(str(error), EXIT_CONFIG)
@@ -122,13 +131,14 @@ def _serve(args: argparse.Namespace) -> int:
         admin_keys=_admin_keys_path(args),
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
-        max_queued=args.max_num_queued_reqs or QUEUED_PER_SEQUENCE * settings.envelope.max_num_seqs[1],
-        context_policy=ContextPolicy(args.context_policy),
+        policy=_read_policy(args, settings),
         tool_call_parser=args.tool_call_parser,
-        honours_priority=args.scheduling_policy == "priority",
+        reasoning_parser=args.reasoning_parser,
+        template_variables=_read_template_variables(args),
         speculation=_read_speculation(args),
         lora_root=_lora_root(args),
         lora_modules=tuple(args.lora_modules or ()),
+        pooled=PooledLimits(args.pooled_max_tokens, args.pooled_max_wait_ms / 1000),
     )
     try:
         return run(options, model)
@@ -161,7 +171,8 @@ def _modelled(args: argparse.Namespace, profile: Profile) -> "Model":
 def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
     from tidegate_engine.serve import Model
 
-    return Model(lambda: (_load_torch(args, precision), None), lambda: _load_chat_tokenizer(args))
+    pooling = _read_pooling(args)
+    return Model(lambda: (_load_torch(args, precision, pooling), None), lambda: _load_chat_tokenizer(args))
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
@@ -187,7 +198,7 @@ def _load_chat_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
     return tokenizer
 
 
-def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
+def _load_torch(args: argparse.Namespace, precision: Precision, pooling: "Pooling | None") -> "Runner":
     from tidegate_engine.cgroup import Machine
     from tidegate_engine.weights import find_model_file
 
@@ -206,6 +217,7 @@ def _load_torch(args: argparse.Namespace, precision: Precision) -> "Runner":
         max_model_len=args.max_model_len,
         host_bytes=_host_bytes(args),
         lora=LoraLimits(args.max_loras, args.max_lora_rank) if args.enable_lora else None,
+        pooling=pooling,
     )
     masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
     return TorchRunner(path, options=options, masks=masks)
@@ -291,6 +303,41 @@ def _read_speculation(args: argparse.Namespace) -> NgramSpeculation | None:
         raise ConfigError("FlagsInvalid", f"--speculative-config: {error}") from error
 
 
+def _read_policy(args: argparse.Namespace, settings: SettingsFile) -> "LivePolicy":
+    from tidegate_engine.live_policy import LivePolicy, change_policy, policy_bounds
+
+    names = {
+        "context_policy", "scheduling_policy", "max_num_queued_tokens", "queue_timeout_s", "default_max_tokens",
+        "max_num_partial_prefills", "kv_admission_limit", "stream_interval",
+    }  # fmt: skip
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given["max_num_queued_reqs"] = args.max_num_queued_reqs or QUEUED_PER_SEQUENCE * settings.envelope.max_num_seqs[1]
+    policy = change_policy(LivePolicy(), given, bounds=policy_bounds(max_model_len=sys.maxsize))
+    if isinstance(policy, Violation):
+        raise ConfigError("FlagsInvalid", f"--{policy.field.replace('_', '-')}: {policy.reason}")
+    return policy
+
+
+def _read_template_variables(args: argparse.Namespace) -> dict[str, object]:
+    text = args.default_chat_template_kwargs
+    try:
+        data = {} if text is None else json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("must be a JSON object")
+    except ValueError as error:
+        raise ConfigError("FlagsInvalid", f"--default-chat-template-kwargs: {error}") from error
+    return data
+
+
+def _read_pooling(args: argparse.Namespace) -> "Pooling | None":
+    from tidegate_engine.pooling import parse_pooler_config
+
+    try:
+        return None if args.pooler_config is None else parse_pooler_config(args.pooler_config)
+    except ValueError as error:
+        raise ConfigError("FlagsInvalid", f"--pooler-config: {error}") from error
+
+
 def _host_bytes(args: argparse.Namespace) -> int:
     """Host memory for evicted KV blocks."""
     if args.kv_offload_bytes is not None:
@@ -359,13 +406,60 @@ def _pack(args: argparse.Namespace) -> int:
     parameters = checkpoint.load(TORCH_DTYPES[precision.dtype], as_stored(precision))
     try:
         size = write_packed(
-            args.output, parameters, checkpoint.config, name=checkpoint.name, eos_token_ids=checkpoint.eos_token_ids
+            args.output,
+            parameters,
+            checkpoint.config,
+            name=checkpoint.name,
+            eos_token_ids=checkpoint.eos_token_ids,
+            pooling=checkpoint.pooling_or(None),
         )
         copy_tokenizer(checkpoint.path, args.output)
     except OSError as error:
         raise ConfigError("OutputFailed", f"{args.output} cannot be written: {error.strerror}") from error
     print(f"{args.output}: {size / 2**20:,.1f} MiB; serve it with --model {args.output}")
     return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from tidegate_engine.terminal_chat import Backend, ChatError, LocalBackend, UrlBackend, run_chat
+
+    logging.getLogger().setLevel(logging.WARNING)
+    if (args.model is None) == (args.url is None):
+        raise ConfigError("FlagsInvalid", "name a model's file or folder, or --url of a server; one of them")
+    fields = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "max_completion_tokens": args.max_tokens,
+        "context_policy": args.context_policy or (ContextPolicy.TRUNCATE_LEFT.value if args.url is None else None),
+        "chat_template_kwargs": _read_template_variables(args) or None,
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    backend: Backend
+    try:
+        if args.url is not None:
+            key = args.api_key or os.environ.get("OPENAI_API_KEY")
+            backend = UrlBackend(args.url, api_key=key, model=args.served_model_name, fields=given)
+        else:
+            model = _computed(args, _read_precision(args))
+            print(f"loading {args.model} ...", file=sys.stderr, flush=True)
+            backend = LocalBackend(model, reasoning_parser=args.reasoning_parser, fields=given)
+        try:
+            if args.message is None and sys.stdin.isatty():
+                # What starts programs in the background has them ignore it.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                print("/help tells the commands", file=sys.stderr, flush=True)
+            return run_chat(backend, system=args.system, message=args.message)
+        finally:
+            backend.close()
+    except ChatError as error:
+        raise ConfigError("ChatFailed", str(error)) from error
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the answers has left; Python would complain once more when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
 
 
 def _fail(sentence: str, exit_code: int) -> int:
@@ -413,6 +507,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be 0 to 10000 milliseconds, not {text}")
+    return value
+
+
 def _port(text: str) -> int:
     value = int(text)
     if not 0 <= value < 65_536:
@@ -441,6 +542,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     _add_precision_flags(pack)
     pack.set_defaults(kv_cache_dtype="auto")
+    _add_chat(commands)
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -457,8 +559,57 @@ def _parser() -> argparse.ArgumentParser:
     _add_life_flags(serve.add_argument_group("probes and leaving"))
     _add_queue_flags(serve.add_argument_group("queue"))
     _add_answer_flags(serve.add_argument_group("prompts and answers"))
+    _add_pooled_flags(serve.add_argument_group("embeddings"))
     add_foreign_flags(serve)
     return parser
+
+
+def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="chat with a model in the terminal",
+        description="Chat in the terminal, with a model that is loaded here or with a server.\n"
+        "Answers come as they are made; Ctrl-C stops one, Ctrl-D or /quit ends, /reset forgets\n"
+        "the conversation, /system TEXT sets the system message. In a pipe each line is a\n"
+        "message, answers go to standard output and everything else to standard error.",
+        epilog="examples:\n"
+        "  tidegate-engine chat model.gguf\n"
+        "  tidegate-engine chat --url http://localhost:8000 --system 'Answer in one sentence.'\n"
+        "  tidegate-engine chat model.gguf --temperature 0 --message 'What is the capital of France?'\n"
+        "  cat questions.txt | tidegate-engine chat model.gguf > answers.txt",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    chat.add_argument("model", nargs="?", metavar="PATH", help="GGUF file or folder of a model")
+    chat.add_argument("--url", metavar="URL", help="a running server's instead, as http://localhost:8000")
+    talk = chat.add_argument_group("conversation")
+    talk.add_argument("--system", metavar="TEXT", help="system message; default: none")
+    talk.add_argument("--message", metavar="TEXT", help="answer this and end")
+    talk.add_argument("--temperature", type=float, metavar="T", help="0 = always the likeliest token; default 1")
+    talk.add_argument("--top-p", type=float, metavar="P", help="choose among the likeliest tokens of this share")
+    talk.add_argument("--seed", type=int, metavar="N", help="the same answers again")
+    talk.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer; default: what the context holds")
+    talk.add_argument(
+        "--context-policy", choices=[policy.value for policy in ContextPolicy],
+        help="what happens to a conversation that is too long; default: its oldest turns are left out (truncate_left), "
+        "with --url what the server does",
+    )  # fmt: skip
+    talk.add_argument(
+        "--default-chat-template-kwargs", "--chat-template-kwargs", metavar="JSON",
+        help='variables of the chat template, e.g. {"enable_thinking": false}',
+    )  # fmt: skip
+    remote = chat.add_argument_group("server")
+    remote.add_argument("--served-model-name", metavar="NAME", help="the model's name there; default: its first")
+    remote.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY")
+    local = chat.add_argument_group("model that is loaded here")
+    local.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template; default: the model's own")
+    local.add_argument(
+        "--reasoning-parser", choices=sorted(REASONING_FORMATS), metavar="NAME",
+        help=f"how the model marks its thoughts: {', '.join(sorted(REASONING_FORMATS))}",
+    )  # fmt: skip
+    _add_precision_flags(local)
+    _add_memory_flags(local)
+    chat.set_defaults(pooler_config=None)
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -597,6 +748,22 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
         "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
         help="priority lets a request name its own (`priority`, lower is sooner); fcfs refuses one that does",
     )  # fmt: skip
+    group.add_argument(
+        "--max-num-queued-tokens", type=_positive, metavar="N",
+        help="while prompts of so many tokens wait, new requests get 429; default: no limit",
+    )  # fmt: skip
+    group.add_argument(
+        "--queue-timeout-s", type=float, metavar="SECONDS",
+        help="a request that has not begun after so long ends with 503; default: it waits",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-partial-prefills", type=_positive, metavar="N",
+        help="prompts that may be computed in parts at a time; default: as the batch settings allow",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-admission-limit", type=float, metavar="SHARE",
+        help="share of the KV cache that new requests may fill, the rest is for running ones to grow; default 1.0",
+    )  # fmt: skip
 
 
 def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
@@ -605,6 +772,13 @@ def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
         help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens",
     )  # fmt: skip
     group.add_argument(
+        "--default-max-tokens", type=_positive, metavar="N",
+        help="tokens of a chat's answer whose request does not say; default: what the context holds",
+    )  # fmt: skip
+    group.add_argument(
+        "--stream-interval", type=_positive, metavar="N", help="tokens of a chunk in a stream; default 1"
+    )
+    group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"
     )
     group.add_argument(
@@ -612,8 +786,34 @@ def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
         help=f"how the model writes calls of tools ({', '.join(sorted(FORMATS))}); default: as its chat template says",
     )  # fmt: skip
     group.add_argument(
+        "--default-chat-template-kwargs", metavar="JSON",
+        help="variables of the chat template where a request does not give them, e.g. "
+        '{"enable_thinking": false}',
+    )  # fmt: skip
+    group.add_argument(
+        "--reasoning-parser", choices=sorted(REASONING_FORMATS), metavar="NAME",
+        help=f"how the model marks its thoughts ({', '.join(sorted(REASONING_FORMATS))}), which then come as "
+        "`reasoning` and not in the text; default: they stay in the text",
+    )  # fmt: skip
+    group.add_argument(
         "--enable-auto-tool-choice", action="store_true",
         help="for vLLM's users: tools may be offered wherever the format of calls is known",
+    )  # fmt: skip
+
+
+def _add_pooled_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--pooler-config", metavar="JSON",
+        help='how states become an embedding, e.g. {"pooling_type": "mean", "normalize": true}; pooling_type is last, '
+        "mean or cls; default: as the checkpoint says, else last and normalised",
+    )  # fmt: skip
+    group.add_argument(
+        "--pooled-max-tokens", type=_positive, default=DEFAULT_MAX_TOKENS, metavar="N",
+        help="inputs of so many tokens are computed at once; fewer wait for more",
+    )  # fmt: skip
+    group.add_argument(
+        "--pooled-max-wait-ms", type=_milliseconds, default=1000 * DEFAULT_MAX_WAIT_SECONDS, metavar="MS",
+        help="at most so long",
     )  # fmt: skip
 
 

@@ -8,14 +8,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from tidegate_engine.adapters import ServedAdapters
-from tidegate_engine.context import ContextPolicy, Fitted, fit_ids, fit_messages
+from tidegate_engine.context import Fitted, fit_ids, fit_messages
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
 from tidegate_engine.engine_client import EngineClient
+from tidegate_engine.live_policy import LivePolicy, SchedulingPolicy
 from tidegate_engine.openai import (
     ApiError,
     CallFields,
@@ -32,6 +33,7 @@ from tidegate_engine.openai import (
     Usage,
     model_card,
 )
+from tidegate_engine.reasoning import ReasoningFormat, ReasoningParser
 from tidegate_engine.request import Adapter, FinishReason, Request, SampledToken, SamplingParams
 from tidegate_engine.structured import StructureError, compile_grammar
 from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
@@ -42,6 +44,8 @@ INLINE_ENCODE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, so that the event loop stays free."""
 MAX_REQUESTS_PER_CALL = 128
 """Prompts times `n`: each holds memory in both processes while it waits."""
+PROMPT_END_TOKENS = 16
+"""Of a prompt, looked at to see whether its template opened a thought."""
 RETRY_AFTER_SECONDS = 1
 GRAMMAR_SECONDS = 5.0
 """How long the check of a schema or grammar may take."""
@@ -77,6 +81,7 @@ class Tokenizer(Protocol):
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Ids of a conversation in the model's template, ending where the answer begins."""
         ...
@@ -115,12 +120,14 @@ class Limits:
     served_names: tuple[str, ...]
     max_model_len: int
     kv_tokens: int
-    max_queued: int | None = None
-    context_policy: ContextPolicy = ContextPolicy.REJECT
+    policy: LivePolicy = field(default_factory=LivePolicy)
+    """What may change while the server runs."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools; None = it cannot be offered any."""
-    honours_priority: bool = False
-    """Whether a call may name its priority."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its thoughts; None = they stay in its text."""
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    """Of the chat template, where a call does not say otherwise."""
     structured_outputs: bool = False
     """Whether the runner can hold an answer to a grammar."""
 
@@ -136,12 +143,22 @@ class _CallReader:
     is_parallel: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _ThoughtReader:
+    """What a choice needs to take thoughts out of the text."""
+
+    reasoning_format: ReasoningFormat
+    prompt_end: str
+    marks: Mapping[int, bytes]
+    is_shown: bool
+
+
 class Choice:
     """One answer in the making: takes the engine's outputs, gives deltas."""
 
     __slots__ = (
-        "_detokenizer", "_marks", "_parser", "_single_call", "_token_bytes", "_wake",
-        "closed", "index", "length", "pending", "request", "tokens",
+        "_detokenizer", "_marks", "_parser", "_shows_thoughts", "_single_call", "_thinker", "_token_bytes", "_wake",
+        "closed", "index", "length", "pending", "reasoning_tokens", "request", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +167,9 @@ class Choice:
         self._parser: ToolCallParser | None = None
         self._marks: Mapping[int, bytes] = {}
         self._single_call = False
+        self._thinker: ReasoningParser | None = None
+        self._shows_thoughts = True
+        self.reasoning_tokens: int | None = None
         self.index = index
         self.request = request
         self.pending: list[Output] = []
@@ -166,43 +186,67 @@ class Choice:
             self.pending.append(output)
             self._wake.set()
 
+    def is_due(self, interval: int) -> bool:
+        """Whether there is a chunk to make: the first token, `interval` more, or the end."""
+        pending = self.pending
+        return bool(pending) and (len(pending) >= interval or not self.tokens or pending[-1].finish_reason is not None)
+
     def read_calls(self, reader: _CallReader) -> None:
         """Take calls of tools out of the text."""
         self._parser = ToolCallParser(reader.tool_format, reader.names)
-        self._marks = reader.marks
+        self._marks = {**self._marks, **reader.marks}
         self._single_call = not reader.is_parallel
+
+    def read_thoughts(self, reader: _ThoughtReader) -> None:
+        """Take thoughts out of the text."""
+        self._thinker = ReasoningParser(reader.reasoning_format, prompt_end=reader.prompt_end)
+        self._marks = {**self._marks, **reader.marks}
+        self._shows_thoughts = reader.is_shown
+        self.reasoning_tokens = 0
 
     def advance(self) -> Delta | None:
         """Everything since the last call as one delta, None when nothing can be shown; raises ApiError."""
         outputs, self.pending = self.pending, []
-        text = ""
+        text = thoughts = ""
         entries: list[TokenEntry] = []
         finish: str | None = None
         for output in outputs:
             if output.error is not None:
                 self.closed = True
-                raise _failure(output)
+                raise failure_of(output)
             if output.token is not None:
-                text += self._take(output.token, ends_text=output.finish_reason is FinishReason.STOP, entries=entries)
+                new = self._take(output.token, ends_text=output.finish_reason is FinishReason.STOP, entries=entries)
+                thought, new = self._split(new, tokens=1)
+                thoughts, text = thoughts + thought, text + new
             if output.finish_reason is not None:
-                text += self._detokenizer.finish()
+                thought, rest = self._split(self._detokenizer.finish(), tokens=0)
+                thoughts, text = thoughts + thought, text + rest
                 finish = output.finish_reason.value
             if self._detokenizer.matched_stop is not None:
                 finish = FinishReason.STOP.value
             if finish is not None:
                 self.closed = True
                 break
+        if self._thinker is not None and finish is not None:
+            thought, rest = self._thinker.finish()
+            thoughts, text = thoughts + thought, text + rest
+        delta = Delta(self.index, text, tuple(entries), finish, reasoning=thoughts if self._shows_thoughts else "")
         if self._parser is not None:
-            return self._with_calls(self._parser, text, entries=tuple(entries), finish=finish)
+            return self._with_calls(self._parser, delta)
         self.length += len(text)
-        if not (text or entries or finish):
-            return None
-        return Delta(self.index, text, tuple(entries), finish)
+        return delta if text or entries or finish or delta.reasoning else None
 
-    def _with_calls(
-        self, parser: ToolCallParser, text: str, *, entries: tuple[TokenEntry, ...], finish: str | None
-    ) -> Delta | None:
-        parts = parser.push(text)
+    def _split(self, text: str, *, tokens: int) -> tuple[str, str]:
+        """(thoughts, answer) that `text`, of so many more tokens, brings."""
+        if self._thinker is None:
+            return "", text
+        if self._thinker.is_thinking:
+            self.reasoning_tokens = (self.reasoning_tokens or 0) + tokens
+        return self._thinker.push(text)
+
+    def _with_calls(self, parser: ToolCallParser, delta: Delta) -> Delta | None:
+        finish = delta.finish_reason
+        parts = parser.push(delta.text)
         if finish is not None:
             parts += parser.finish()
         shown = "".join(part for part in parts if isinstance(part, str))
@@ -212,9 +256,9 @@ class Choice:
         if finish == FinishReason.STOP.value and parser.calls:
             finish = "tool_calls"
         self.length += len(shown)
-        if not (shown or entries or finish or calls):
+        if not (shown or delta.entries or finish or calls or delta.reasoning):
             return None
-        return Delta(self.index, shown, entries, finish, tuple(calls))
+        return replace(delta, text=shown, finish_reason=finish, calls=tuple(calls))
 
     def _take(self, token: SampledToken, *, ends_text: bool, entries: list[TokenEntry]) -> str:
         self.tokens += 1
@@ -230,9 +274,17 @@ class Generation:
     """The choices of one call, from submission to the end. Whoever drops it early calls `abort`."""
 
     def __init__(
-        self, engine: EngineClient, wire: Wire, choices: Sequence[Choice], *, wake: asyncio.Event, truncated_tokens: int
+        self,
+        engine: EngineClient,
+        wire: Wire,
+        choices: Sequence[Choice],
+        *,
+        wake: asyncio.Event,
+        truncated_tokens: int,
+        interval: int = 1,
     ) -> None:
         self.wire = wire
+        self._interval = interval
         self._engine = engine
         self._choices = choices
         self._wake = wake
@@ -281,7 +333,7 @@ class Generation:
                 self._wake.clear()
                 deltas = []
                 for choice in open_choices:
-                    if choice.pending and (delta := choice.advance()) is not None:
+                    if choice.is_due(self._interval) and (delta := choice.advance()) is not None:
                         deltas.append(delta)
                         if self._first_delta_at is None:
                             self._first_delta_at = time.monotonic()
@@ -302,6 +354,9 @@ class Generation:
             completion_tokens=sum(choice.tokens for choice in self._choices),
             cached_tokens=sum(request.num_cached for request in prompts),
             truncated_tokens=self._truncated_tokens,
+            reasoning_tokens=None
+            if self._choices[0].reasoning_tokens is None
+            else sum(choice.reasoning_tokens or 0 for choice in self._choices),
         )
         arrival, first = self._choices[0].request.arrival, self._first_delta_at
         return Ending(usage, None if first is None else first - arrival, time.monotonic() - arrival)
@@ -315,6 +370,7 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
         tuple(entry for delta in deltas for entry in delta.entries),
         deltas[-1].finish_reason,
         tuple(call for delta in deltas for call in delta.calls),
+        "".join(delta.reasoning for delta in deltas),
     )
 
 
@@ -344,9 +400,10 @@ class Completions:
             )
             raise ApiError(400, message, param="n", code="invalid_value")
         params = await self._params(call, logprobs=call.logprobs)
-        wanted = default_tokens if call.max_tokens is None else call.max_tokens
+        default = default_tokens or self.limits.policy.default_max_tokens
+        wanted = default if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
-        policy = call.context_policy or self.limits.context_policy
+        policy = call.context_policy or self.limits.policy.context_policy
         prompts = []
         for prompt in asked:
             ids = prompt if isinstance(prompt, list) else await self.encode(prompt)
@@ -364,12 +421,15 @@ class Completions:
         logprobs = (call.top_logprobs or 0) if call.logprobs else None
         params = await self._params(call, logprobs=logprobs)
         max_tokens = call.max_completion_tokens or call.max_tokens
-        plan = _Plan(params, arrival, max_tokens=max_tokens, param="messages", default=not max_tokens)
+        wanted = max_tokens or self.limits.policy.default_max_tokens
+        plan = _Plan(params, arrival, max_tokens=wanted, param="messages", default=not max_tokens)
         tools = call.offered_tools()
         reader = self._call_reader(call) if tools else None
         prompt = await self._fit_chat(call, tools, room=plan.prompt_room(self.limits))
         wire = make_wire() if make_wire else _envelope(call, with_logprobs=logprobs is not None, is_chat=True)
-        return self._begin(call, [prompt], plan, wire=wire, reader=reader)
+        # An answer that a grammar holds has no thoughts.
+        thoughts = self._thought_reader(call, prompt.ids) if params.grammar is None else None
+        return self._begin(call, [prompt], plan, wire=wire, reader=reader, thoughts=thoughts)
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         if len(text) <= INLINE_ENCODE_CHARACTERS:
@@ -377,12 +437,20 @@ class Completions:
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         rendered = [tool.as_template_tool() for tool in tools] or None
         plain = [message.as_template_message() for message in messages]
+        variables = {**self.limits.template_variables, **(variables or {})}
         return await self._in_template(
-            lambda: self.tokenizer.chat(plain, tools=rendered, add_generation_prompt=add_generation_prompt),
+            lambda: self.tokenizer.chat(
+                plain, tools=rendered, add_generation_prompt=add_generation_prompt, variables=variables
+            ),
             characters=_characters(messages, tools),
         )
 
@@ -393,7 +461,10 @@ class Completions:
             raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
         if call.messages is not None:
             ids = await self.encode_chat(
-                call.messages, call.tools or (), add_generation_prompt=call.add_generation_prompt
+                call.messages,
+                call.tools or (),
+                add_generation_prompt=call.add_generation_prompt,
+                variables=call.chat_template_kwargs,
             )
         else:
             ids = await self.encode(call.prompt or "", add_special=call.add_special_tokens is not False)
@@ -421,7 +492,8 @@ class Completions:
         rendered = [tool.as_template_tool() for tool in tools] or None
         plain = [message.as_template_message() for message in call.messages]
         tokenizer = self.tokenizer
-        policy = call.context_policy or self.limits.context_policy
+        policy = call.context_policy or self.limits.policy.context_policy
+        variables = {**self.limits.template_variables, **call.template_variables()}
 
         def token_lengths(text: str) -> list[int]:
             return [len(tokenizer.token_bytes(token_id)) for token_id in tokenizer.encode(text, add_special=False)]
@@ -429,7 +501,7 @@ class Completions:
         return await self._in_template(
             lambda: fit_messages(
                 plain,
-                lambda kept: tokenizer.chat(kept, tools=rendered),
+                lambda kept: tokenizer.chat(kept, tools=rendered, variables=variables),
                 room=room,
                 policy=policy,
                 token_lengths=token_lengths,
@@ -460,11 +532,7 @@ class Completions:
                 param="tools",
                 code="unsupported_parameter",
             )
-        marks = {}
-        for mark in tool_format.marks:
-            last = self.tokenizer.encode(mark)[-1]
-            if not self.tokenizer.token_bytes(last):
-                marks[last] = mark.encode()
+        marks = self._special_marks(tool_format.marks)
         return _CallReader(tool_format, names, marks, is_parallel=call.parallel_tool_calls is not False)
 
     def served_names(self) -> tuple[str, ...]:
@@ -479,6 +547,24 @@ class Completions:
             model_card(name, created=adapter.loaded_at, root=name, parent=names[0], max_model_len=length)
             for name, adapter in self._adapters.served.items()
         ]
+
+    def _thought_reader(self, call: ChatCall, prompt: Sequence[int]) -> _ThoughtReader | None:
+        reasoning_format = self.limits.reasoning_format
+        if reasoning_format is None:
+            return None
+        marks = self._special_marks(reasoning_format.marks)
+        tail = prompt[-PROMPT_END_TOKENS:]
+        end = b"".join(self.tokenizer.token_bytes(token_id) or marks.get(token_id, b"") for token_id in tail)
+        return _ThoughtReader(reasoning_format, end.decode(errors="replace"), marks, is_shown=call.include_reasoning)
+
+    def _special_marks(self, marks: Iterable[str]) -> dict[int, bytes]:
+        """Those of `marks` that are special tokens, which would else add nothing to the text."""
+        found = {}
+        for mark in marks:
+            last = self.tokenizer.encode(mark, add_special=False)[-1]
+            if not self.tokenizer.token_bytes(last):
+                found[last] = mark.encode()
+        return found
 
     def check_model(self, name: str | None) -> None:
         if name is not None:
@@ -508,11 +594,14 @@ class Completions:
         self.check_model(call.model)
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
-        if call.priority and not self.limits.honours_priority:
-            message = "priority is not honoured here: the server runs requests in the order of their arrival"
-            raise ApiError(400, message, param="priority", code="unsupported_parameter")
+        self.check_priority(call.priority)
         self.check_ids(call.stop_token_ids or (), param="stop_token_ids")
         self.check_ids(call.logit_bias or (), param="logit_bias")
+
+    def check_priority(self, priority: int) -> None:
+        if priority and self.limits.policy.scheduling_policy is not SchedulingPolicy.PRIORITY:
+            message = "priority is not honoured here: the server runs requests in the order of their arrival"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
 
     async def _params(self, call: CallFields, *, logprobs: int | None) -> SamplingParams:
         """How the call's tokens are chosen; a schema or grammar is checked in a thread, since it may take long."""
@@ -537,11 +626,21 @@ class Completions:
         return replace(params, grammar=grammar)
 
     def _begin(
-        self, call: CallFields, fitted: list[Fitted], plan: "_Plan", *, wire: Wire, reader: _CallReader | None = None
+        self,
+        call: CallFields,
+        fitted: list[Fitted],
+        plan: "_Plan",
+        *,
+        wire: Wire,
+        reader: _CallReader | None = None,
+        thoughts: _ThoughtReader | None = None,
     ) -> Generation:
         count = call.n or 1
+        most = self.limits.policy.max_n
+        if count > most:
+            raise ApiError(400, f"n is {count}; this server allows {most}", param="n", code="invalid_value")
         prompts = [prompt.ids for prompt in fitted]
-        self._check_queue(count * len(prompts))
+        self.check_queue(count * len(prompts))
         limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
@@ -569,18 +668,34 @@ class Completions:
             )
             for index in range(count * len(prompts))
         ]
-        if reader is not None:
-            for choice in choices:
+        for choice in choices:
+            if reader is not None:
                 choice.read_calls(reader)
+            if thoughts is not None:
+                choice.read_thoughts(thoughts)
         truncated = sum(prompt.truncated_tokens for prompt in fitted)
-        return Generation(self.engine, wire, choices, wake=wake, truncated_tokens=truncated)
+        return Generation(
+            self.engine,
+            wire,
+            choices,
+            wake=wake,
+            truncated_tokens=truncated,
+            interval=self.limits.policy.stream_interval if call.stream else 1,
+        )
 
-    def _check_queue(self, count: int) -> None:
-        limit = self.limits.max_queued
-        if limit is not None and self.engine.status().waiting + count > limit:
+    def check_queue(self, count: int) -> None:
+        """Raise ApiError when the queue has no place for `count` more requests."""
+        policy, status = self.limits.policy, self.engine.status()
+        limit, token_limit = policy.max_num_queued_reqs, policy.max_num_queued_tokens
+        full: str | None = None
+        if limit is not None and status.waiting + count > limit:
+            full = f"{limit} requests may wait"
+        elif token_limit is not None and status.waiting_tokens >= token_limit:
+            full = f"prompts of {status.waiting_tokens} tokens wait, and {token_limit} may"
+        if full is not None:
             raise ApiError(
                 429,
-                f"the queue is full: {limit} requests may wait",
+                f"the queue is full: {full}",
                 type="rate_limit_error",
                 code="queue_full",
                 headers={"retry-after": str(RETRY_AFTER_SECONDS)},
@@ -606,9 +721,9 @@ class _Plan:
     def prompt_room(self, limits: Limits) -> int:
         """Tokens that the prompt may have where a context policy may cut it; below 1 when the answer fills it all."""
         context = min(limits.max_model_len, limits.kv_tokens)
-        if self.max_tokens is not None:
+        if self.max_tokens is not None and not self.default:
             return context - self.max_tokens
-        return context - min(DEFAULT_ANSWER_TOKENS, context // 4)
+        return context - min(self.max_tokens or DEFAULT_ANSWER_TOKENS, context // 4)
 
     def output_limit(self, prompt_tokens: int, limits: Limits) -> int:
         """max_tokens of a request with such a prompt; raises ApiError when it can never fit."""
@@ -663,7 +778,7 @@ def _characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
     )
 
 
-def _failure(output: Output) -> ApiError:
+def failure_of(output: Output) -> ApiError:
     """The engine's word as the client sees it."""
     message = output.error or "the request failed"
     if output.is_refusal:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
+PAUSE_MODES = ("wait", "abort", "keep")
+"""What becomes of the requests that have begun: they go on, they end, or they are frozen until the resume."""
 POLL_SECONDS = 0.02
 ABORT_SECONDS = 5.0
 
@@ -42,8 +44,8 @@ class Drain:
         self._is_final = False
         self._preparing = 0
         self._task: asyncio.Task[None] | None = None
-        self.is_paused = False
-        """Asked for by an administrator: new requests are refused, running ones go on. Leaving goes over it."""
+        self.pause_mode: str | None = None
+        """Set by an administrator: new requests are refused. Leaving goes over it."""
 
     @property
     def phase(self) -> DrainPhase:
@@ -54,6 +56,10 @@ class Drain:
         if self._clock() < self._began_at + self._leaving_seconds:
             return DrainPhase.LEAVING
         return DrainPhase.REFUSING
+
+    @property
+    def is_paused(self) -> bool:
+        return self.pause_mode is not None
 
     @property
     def accepts(self) -> bool:

@@ -28,10 +28,11 @@ from tidegate_engine.metrics import (
     isl_cell,
 )
 from tidegate_engine.ngrams import NgramSpeculation
+from tidegate_engine.pooled_batcher import PooledBatcher, PooledLimits
 from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, TokenEvent
 from tidegate_engine.runner import AdapterInfo, Adapters, ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
-from tidegate_engine.settings import BatchSettings, SettingsFile
+from tidegate_engine.settings import AdmissionPolicy, BatchSettings, SettingsFile
 from tidegate_engine.steptime import OnlineFit, shape_of_step
 from tidegate_engine.weights import ModelError
 
@@ -112,6 +113,10 @@ class Status:
     cached_blocks: int
     settings: BatchSettings
     health: Health
+    is_frozen: bool = False
+    """No step is computed; requests are kept as they are."""
+    waiting_tokens: int = 0
+    """Prompt tokens of the waiting requests."""
 
     @property
     def over_cap(self) -> int:
@@ -135,6 +140,7 @@ class Engine:
         scheduler: Scheduler,
         *,
         metrics: EngineMetrics,
+        pooled: PooledLimits | None = None,
         on_idle: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -151,6 +157,8 @@ class Engine:
         self._outbox: list[tuple[Sink, Output]] = []
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._pooled = PooledBatcher(pooled or PooledLimits())
+        self._is_frozen = False
         self._taken = 0
         self._is_busy = False
         self._progress_at = clock()
@@ -204,11 +212,13 @@ class Engine:
         scheduler = self.scheduler
         return Status(
             running=scheduler.running,
-            waiting=scheduler.waiting,
+            waiting=scheduler.waiting + self._pooled.waiting,
             taken=self._taken,
             cached_blocks=scheduler.blocks.cached,
             settings=scheduler.settings,
             health=self.health(),
+            is_frozen=self._is_frozen,
+            waiting_tokens=scheduler.waiting_prompt_tokens + self._pooled.tokens,
         )
 
     async def apply(self, settings: BatchSettings) -> int:
@@ -241,6 +251,18 @@ class Engine:
 
         await self.call(unload)
 
+    async def admit_by(self, policy: AdmissionPolicy) -> None:
+        """Start waiting requests by `policy` from the next step on."""
+        await self.call(lambda: self.scheduler.admit_by(policy))
+
+    async def freeze(self, is_frozen: bool) -> None:
+        """Compute no further step and keep all requests as they are, or go on with them."""
+
+        def switch() -> None:
+            self._is_frozen = is_frozen
+
+        await self.call(switch)
+
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""
 
@@ -260,8 +282,8 @@ class Engine:
             memory["lora"] = runner.adapters.size_bytes
         snapshot = Snapshot(
             running=scheduler.running,
-            waiting=scheduler.waiting,
-            waiting_prompt_tokens=scheduler.waiting_prompt_tokens,
+            waiting=scheduler.waiting + self._pooled.waiting,
+            waiting_prompt_tokens=scheduler.waiting_prompt_tokens + self._pooled.tokens,
             running_context_tokens=scheduler.running_context_tokens,
             running_output_past_edges=scheduler.running_output_past_edges,
             kv_used=pool.used,
@@ -294,7 +316,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._read_mail():
-                if self.scheduler.has_work:
+                self._give_up_overdue()
+                for request in self._pooled.take(self._clock()):
+                    self._queue(request)
+                if self._has_work:
                     self._step()
                 self._deliver()
         except EngineFailed as error:
@@ -305,16 +330,20 @@ class Engine:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _read_mail(self) -> bool:
-        """Act on everything in the mailbox; waits for something when idle. False = stop."""
-        wait = not self.scheduler.has_work
+        """Act on everything in the mailbox; waits for something when idle, or until a batch is due. False = stop."""
+        wait = not self._has_work
+        timeout: float | None = None
         if wait:
-            self._is_busy = False
             self._last_step_end = None
-            if self._on_idle is not None:
-                self._on_idle()
+            if self._pooled.due_at is not None and not self._is_frozen:
+                timeout = max(0.0, self._pooled.due_at - self._clock())
+            else:
+                self._is_busy = False
+                if self._on_idle is not None:
+                    self._on_idle()
         while True:
             try:
-                mail = self._mailbox.get(block=wait)
+                mail = self._mailbox.get(block=wait, timeout=timeout)
             except Empty:
                 return True
             if wait:
@@ -325,12 +354,18 @@ class Engine:
                 return False
             self._act(mail)
 
+    @property
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work and not self._is_frozen
+
     def _act(self, mail: _Add | _Abort | _Call) -> None:
         match mail:
             case _Add(request, sink):
                 self._add(request, sink)
             case _Abort(request_id, reason, error):
-                request_or_none = self.scheduler.abort(request_id, now=self._clock(), reason=reason)
+                request_or_none = self._pooled.remove(request_id) or self.scheduler.abort(
+                    request_id, now=self._clock(), reason=reason
+                )
                 if request_or_none is not None:
                     self._end(request_or_none, Output(None, reason, error))
             case _Call(run):
@@ -340,7 +375,10 @@ class Engine:
         self._taken += 1
         try:
             self._check_adapter(request)
-            self.scheduler.add(request)
+            if request.pooling is None:
+                self.scheduler.add(request)
+            else:
+                self._pooled.add(request, self._clock())
         except RequestRefused as error:
             self._outbox.append((sink, Output(None, FinishReason.ERROR, str(error), is_refusal=True)))
             return
@@ -358,6 +396,23 @@ class Engine:
         if not any((info.name, info.digest) == (wanted.name, wanted.digest) for info in held):
             message = f"the adapter {wanted.name!r} is not loaded"
             raise RequestRefused("AdapterUnknown", message, wanted=1, allowed=0)
+
+    def _give_up_overdue(self) -> None:
+        """End requests that have waited too long for their first step; frozen time is nobody's fault."""
+        if self._is_frozen:
+            return
+        now = self._clock()
+        for request in self.scheduler.overdue(now):
+            self.scheduler.abort(request.id, now=now)
+            waited = f"the request has waited {now - request.arrival:.1f} s and was given up: the server is busy"
+            self._end(request, Output(None, FinishReason.ABORT, waited))
+
+    def _queue(self, request: Request) -> None:
+        """A pooled request has waited long enough."""
+        try:
+            self.scheduler.add(request)
+        except RequestRefused as error:
+            self._end(request, Output(None, FinishReason.ERROR, str(error), is_refusal=True))
 
     def _step(self) -> None:
         planned_at = self._clock()
@@ -399,7 +454,11 @@ class Engine:
         for request, token, reason, interval in events:
             live = live_requests[request.id]
             error = token.error if token is not None else None
-            if error is None:
+            if error is None and request.pooling is not None:
+                counts.prompt_tokens += request.prompt_tokens
+                counts.cached_prompt_tokens += request.num_cached
+                counts.pooled_requests += 1
+            elif error is None:
                 counts.generation_tokens += 1
                 if interval is not None:
                     itl[live.cell].observe(interval)
@@ -501,6 +560,8 @@ def build_engine(
     *,
     prefix_caching: bool,
     speculation: NgramSpeculation | None = None,
+    pooled: PooledLimits | None = None,
+    admission: AdmissionPolicy | None = None,
     on_idle: Callable[[], None] | None = None,
 ) -> Engine:
     """An engine for a loaded model. `on_idle` is called when the loop has nothing to do."""
@@ -508,4 +569,5 @@ def build_engine(
     host = HostPool(info.host_blocks) if info.host_blocks and prefix_caching else None
     pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host)
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=speculation)
-    return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), on_idle=on_idle)
+    scheduler.admit_by(admission or AdmissionPolicy())
+    return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), pooled=pooled, on_idle=on_idle)

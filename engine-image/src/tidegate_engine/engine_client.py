@@ -22,7 +22,7 @@ from tidegate_engine.engine_wire import Frame, Link, Row
 from tidegate_engine.metrics import host_memory_bytes
 from tidegate_engine.request import FinishReason, Request
 from tidegate_engine.runner import AdapterInfo
-from tidegate_engine.settings import BatchSettings
+from tidegate_engine.settings import AdmissionPolicy, BatchSettings
 from tidegate_engine.weights import ModelError
 
 SILENCE_SECONDS = 20.0
@@ -164,6 +164,14 @@ class EngineClient:
     async def apply(self, settings: BatchSettings) -> int:
         """Use `settings` from the next step on; returns its id. Whoever gives up waiting may find them applied."""
         return int(await self._ask("apply", wire.plain(wire.SETTINGS, settings)))
+
+    async def admit_by(self, policy: AdmissionPolicy) -> None:
+        """Start waiting requests by `policy` from the next step on."""
+        await self._ask("admit_by", wire.plain(wire.ADMISSION, policy))
+
+    async def freeze(self, is_frozen: bool) -> None:
+        """Compute no further step and keep all requests as they are, or go on with them."""
+        await self._ask("freeze", is_frozen)
 
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""

@@ -171,6 +171,12 @@ class _Host:
         match name:
             case "apply":
                 return await engine.apply(wire.SETTINGS.validate_python(argument))
+            case "admit_by":
+                await engine.admit_by(wire.ADMISSION.validate_python(argument))
+                return None
+            case "freeze":
+                await engine.freeze(bool(argument))
+                return None
             case "flush":
                 return await engine.flush_cache()
             case "load_adapter":

@@ -5,6 +5,7 @@ length and a JSON list that begins with its kind. Never pickle: a frame can hold
 """
 
 import asyncio
+import base64
 import math
 import socket
 import struct
@@ -17,13 +18,14 @@ from pydantic import TypeAdapter
 from tidegate_engine.engine import Output, Report, Status
 from tidegate_engine.request import FinishReason, Request, SampledToken, TokenLogprobs
 from tidegate_engine.runner import AdapterInfo, ModelInfo
-from tidegate_engine.settings import BatchSettings
+from tidegate_engine.settings import AdmissionPolicy, BatchSettings
 
 REQUEST = TypeAdapter(Request)
 PROMPT = TypeAdapter(list[int])
 STATUS = TypeAdapter(Status)
 REPORT = TypeAdapter(Report)
 INFO = TypeAdapter(ModelInfo)
+ADMISSION = TypeAdapter(AdmissionPolicy)
 SETTINGS = TypeAdapter(BatchSettings)
 ADAPTER = TypeAdapter(AdapterInfo)
 SECONDS = TypeAdapter(Mapping[str, float])
@@ -32,7 +34,8 @@ _LENGTH = struct.Struct("!I")
 
 Frame = list[Any]
 Row = Sequence[Any]
-"""An output: the request's number, token id, is_eos, logprobs, finish reason, error, is_refusal, cached tokens."""
+"""An output: the request's number, token id, is_eos, logprobs, finish reason, error, is_refusal, embedding,
+cached tokens."""
 
 
 class Link:
@@ -90,19 +93,25 @@ def read_request(facts: object, prompt_ids: Sequence[int]) -> Request:
 def output_row(number: int, output: Output, *, cached: int) -> Row:
     token = output.token
     if token is None:
-        return number, None, False, None, output.finish_reason, output.error, output.is_refusal, cached
+        return number, None, False, None, output.finish_reason, output.error, output.is_refusal, None, cached
+    embedding = None if token.embedding is None else base64.b64encode(token.embedding).decode()
     logprobs = None if token.logprobs is None else _logprobs_row(token.logprobs)
     return (
         number, token.token_id, token.is_eos, logprobs,
-        output.finish_reason, output.error, output.is_refusal, cached,
+        output.finish_reason, output.error, output.is_refusal, embedding, cached,
     )  # fmt: skip
 
 
 def read_output(row: Row) -> Output:
-    _, token_id, is_eos, logprobs, reason, error, is_refusal, _ = row
+    _, token_id, is_eos, logprobs, reason, error, is_refusal, embedding, _ = row
     token = None
     if token_id is not None:
-        token = SampledToken(token_id, is_eos, None if logprobs is None else _read_logprobs(logprobs))
+        token = SampledToken(
+            token_id,
+            is_eos,
+            None if logprobs is None else _read_logprobs(logprobs),
+            embedding=None if embedding is None else base64.b64decode(embedding),
+        )
     return Output(token, None if reason is None else FinishReason(reason), error, is_refusal)
 
 

@@ -16,7 +16,9 @@ IGNORED: dict[str, tuple[str, str]] = {
     "--calculate-kv-scales": ("0", "scales of the KV cache are always computed, one for each token and head"),
     "--enable-prompt-tokens-details": ("0", "usage always has cached_tokens"),
     "--lora-dtype": ("1", "adapters are held in the type of activations"),
-    "--reasoning-parser": ("1", "what a model thinks stays in its text"),
+    "--enable-reasoning": ("0", "--reasoning-parser is enough"),
+    "--task": ("1", "generation and embeddings are both served"),
+    "--convert": ("1", "generation and embeddings are both served"),
     "--trust-remote-code": ("0", "no code of a checkpoint is ever run"),
     "--swap-space": ("1", "preempted requests are computed again"),
     "--disable-log-requests": ("0", "requests are never logged"),
@@ -30,6 +32,7 @@ IGNORED: dict[str, tuple[str, str]] = {
 REFUSED: dict[str, str] = {
     "--model-path": "use --model",
     "--model-id": "use --model",
+    "--override-pooler-config": "use --pooler-config",
     "--tokenizer": "the tokenizer is the checkpoint's own",
     "--max-cpu-loras": "use --max-loras: adapters lie in one memory",
     "--kv-cache-dtype-skip-layers": "the KV cache has one format for all layers, that of --kv-cache-dtype",

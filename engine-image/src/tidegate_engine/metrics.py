@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tidegate_engine.drain import PAUSE_MODES
 from tidegate_engine.request import FinishReason
 from tidegate_engine.settings import (
     ISL_EDGES,
@@ -140,6 +141,9 @@ class Snapshot:
     """None = evicted blocks are not kept."""
     lora: LoraUse | None = None
     """None = adapters are off."""
+    pause_mode: str | None = None
+    """None = not paused."""
+    policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ class Counts:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
+    pooled_requests: int = 0
     steps: int = 0
     failed_steps: int = 0
     rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTION_REASONS, 0))
@@ -387,6 +392,7 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         ("prompt_tokens", "Prompt tokens of the requests that got their first token.", counts.prompt_tokens),
         ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", counts.cached_prompt_tokens),
         ("generation_tokens", "Tokens generated.", counts.generation_tokens),
+        ("pooled_requests", "Inputs embedded.", counts.pooled_requests),
         ("steps", "Steps computed.", counts.steps),
         ("failed_steps", "Steps that failed with all their requests.", counts.failed_steps),
         (
@@ -464,6 +470,18 @@ def _settings(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         "Generation of the batch settings that act.",
         (),
         [((), now.settings_generation)],
+    )
+    yield _gauge(
+        f"{PREFIX}policy_version",
+        "Version of the live policy that acts; it begins with 1.",
+        (),
+        [((), now.policy_version)],
+    )
+    yield _gauge(
+        f"{PREFIX}paused",
+        "1 while an administrator has paused this replica in that mode: new requests are refused.",
+        ("mode",),
+        (((mode,), int(mode == now.pause_mode)) for mode in PAUSE_MODES),
     )
     yield _counter(
         f"{PREFIX}config_updates",

@@ -5,6 +5,7 @@ options. Called by `server`.
 """
 
 import hashlib
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,12 +17,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from tidegate_engine.openai import (
+    MAX_EMBEDDING_INPUTS,
     MAX_LOGPROBS,
     MAX_MESSAGES,
     ApiError,
     ChatCall,
     CompletionCall,
     Delta,
+    EmbeddingCall,
     Ending,
     Ids,
     MessageToolCalls,
@@ -98,10 +101,24 @@ class OllamaFields(BaseModel):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
+    def asks_nothing(self) -> bool:
+        """Clients send this to load or unload the model."""
+        raise NotImplementedError
+
+    def as_call(self, served_names: Sequence[str]) -> ChatCall | CompletionCall:
+        """The same question to OpenAI's API; raises ApiError."""
+        raise NotImplementedError
+
+    def thinking_fields(self) -> dict[str, object]:
+        """Of a chat call; the template's variable and, for a word such as `high`, the effort."""
+        if self.think is None:
+            return {}
+        variables: dict[str, object] = {"enable_thinking": bool(self.think)}
+        if isinstance(self.think, str):
+            variables["reasoning_effort"] = self.think
+        return {"chat_template_kwargs": variables}
+
     def common_fields(self, served_names: Sequence[str]) -> dict[str, object]:
-        if self.think:
-            message = f"{self.model!r} does not support thinking: what the model thinks stays in its text"
-            raise ApiError(400, message, param="think", code="unsupported_parameter")
         return {
             "model": resolve_name(self.model, served_names),
             **(self.options or Options.model_validate({})).as_fields(),
@@ -117,6 +134,7 @@ class OllamaMessage(BaseModel):
     content: str | None = None
     images: Images | None = None
     tool_calls: MessageToolCalls | None = None
+    thinking: str | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -128,6 +146,7 @@ class OllamaMessage(BaseModel):
             "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "name": self.tool_name,
             "tool_call_id": self.tool_call_id,
+            "reasoning": self.thinking,
         }
 
 
@@ -157,12 +176,12 @@ class OllamaChatCall(OllamaFields):
     tools: Tools | None = None
 
     def asks_nothing(self) -> bool:
-        """Clients send this to load or unload the model."""
         return not self.messages
 
-    def as_chat(self, served_names: Sequence[str]) -> ChatCall:
+    def as_call(self, served_names: Sequence[str]) -> ChatCall:
         data = {
             **self.common_fields(served_names),
+            **self.thinking_fields(),
             "messages": _with_call_ids(self.messages),
             "tools": [tool.model_dump() for tool in self.tools or ()],
             "logprobs": self.logprobs,
@@ -201,7 +220,39 @@ class OllamaGenerateCall(OllamaFields):
         chat: dict[str, object] = {"messages": messages, "logprobs": self.logprobs}
         if self.logprobs:
             chat["top_logprobs"] = self.top_logprobs
-        return validated(ChatCall, {**data, **chat})
+        return validated(ChatCall, {**data, **self.thinking_fields(), **chat})
+
+
+class OllamaEmbedCall(BaseModel):
+    """Body of `POST /api/embed`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    input: str | Annotated[list[str], Field(max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)] = ""
+    truncate: bool | None = True
+    dimensions: int | None = Field(None, ge=1)
+
+    def as_call(self, served_names: Sequence[str]) -> EmbeddingCall:
+        data = {
+            "model": resolve_name(self.model, served_names),
+            "input": self.input,
+            "dimensions": self.dimensions,
+            "truncate_prompt_tokens": None if self.truncate is False else -1,
+        }
+        return validated(EmbeddingCall, data)
+
+    def make_answer(self, arrival: float) -> Callable[[Sequence[bytes], int], dict[str, object]]:
+        def answer(vectors: Sequence[bytes], tokens: int) -> dict[str, object]:
+            return {
+                "model": self.model,
+                "embeddings": [orjson.Fragment(vector) for vector in vectors],
+                "total_duration": _nanoseconds(time.monotonic() - arrival),
+                "load_duration": 0,
+                "prompt_eval_count": tokens,
+            }
+
+        return answer
 
 
 class ShowCall(BaseModel):
@@ -254,7 +305,7 @@ class OllamaWire:
         lines = []
         for delta in deltas:
             self._finish_reason = delta.finish_reason
-            if delta.text or delta.calls or delta.entries:
+            if delta.text or delta.calls or delta.entries or delta.reasoning:
                 lines.append(orjson.dumps({**self._line(delta), "done": False}, option=orjson.OPT_APPEND_NEWLINE))
         return b"".join(lines)
 
@@ -273,11 +324,15 @@ class OllamaWire:
         line: dict[str, object] = {"model": self.model, "created_at": _now()}
         if self.is_chat:
             message: dict[str, object] = {"role": "assistant", "content": delta.text}
+            if delta.reasoning:
+                message["thinking"] = delta.reasoning
             if delta.calls:
                 message["tool_calls"] = [_call(call) for call in delta.calls]
             line["message"] = message
         else:
             line["response"] = delta.text
+            if delta.reasoning:
+                line["thinking"] = delta.reasoning
         if self.with_logprobs and delta.entries:
             line["logprobs"] = [_logprob(entry) for entry in delta.entries]
         return line
@@ -310,6 +365,7 @@ class Served:
     created: int
     template: str | None
     has_tools: bool
+    has_thoughts: bool
 
     def tags(self) -> dict[str, object]:
         """Answer of `GET /api/tags`."""
@@ -361,8 +417,17 @@ class Served:
             "modified_at": self._created(),
             "details": self._details(),
             "model_info": info,
-            "capabilities": ["completion", "tools"] if self.has_tools else ["completion"],
+            "capabilities": self._capabilities(),
         }
+
+    def _capabilities(self) -> list[str]:
+        has = {
+            "completion": True,
+            "tools": self.has_tools,
+            "thinking": self.has_thoughts,
+            "embedding": self.info.embedding_size is not None,
+        }
+        return [name for name, is_there in has.items() if is_there]
 
     def _created(self) -> str:
         return datetime.fromtimestamp(self.created, UTC).isoformat()

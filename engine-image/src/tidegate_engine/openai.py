@@ -27,6 +27,7 @@ MAX_TOOLS = 128
 MAX_EMBEDDING_INPUTS = 2048
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
+MAX_TEMPLATE_VARIABLES = 64
 MAX_PROMPT_IDS = 2**21
 """More than any context; what a model's own holds is checked later."""
 MAX_MESSAGES = 16384
@@ -60,6 +61,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 TopK = Annotated[int, Field(ge=-1, le=(1 << 31) - 1)]
+TemplateVariables = Annotated[JsonObject, entries_up_to(MAX_TEMPLATE_VARIABLES)]
 StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
@@ -209,6 +211,9 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: MessageToolCalls | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The older name of `reasoning`."""
 
     def text(self) -> str:
         if isinstance(self.content, list):
@@ -224,6 +229,8 @@ class ChatMessage(BaseModel):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if thoughts := self.reasoning or self.reasoning_content:
+            message["reasoning"] = message["reasoning_content"] = thoughts
         if self.tool_calls:
             message["tool_calls"] = [_template_call(call) for call in self.tool_calls]
         return message
@@ -288,6 +295,13 @@ class NamedTool(BaseModel):
 class ChatCall(CallFields):
     """Body of `POST /v1/chat/completions`."""
 
+    chat_template_kwargs: TemplateVariables | None = None
+    """More variables of the model's chat template, such as `enable_thinking`."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the template; `none` also sets `enable_thinking` to false."""
+    include_reasoning: bool = True
+    """Whether thoughts that a reasoning parser took out of the text are shown."""
+
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
@@ -295,6 +309,13 @@ class ChatCall(CallFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
+
+    def template_variables(self) -> dict[str, object]:
+        effort = self.reasoning_effort
+        variables: dict[str, object] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            variables["enable_thinking"] = False
+        return variables | (self.chat_template_kwargs or {})
 
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told of; raises ApiError when the choice names none of them."""
@@ -353,6 +374,7 @@ class TokenizeCall(BaseModel):
     add_special_tokens: bool | None = None
     """Default: for a text yes, for a conversation no, since its template has them."""
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = False
 
 
@@ -373,8 +395,18 @@ class EmbeddingCall(BaseModel):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
     )
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(None, ge=1)
+    """The first so many of the model's own; of the length one again."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep an input's last so many tokens; -1 = what the context holds."""
+    priority: int = Field(0, ge=-1000, le=1000)
+    cache_salt: str | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return list(self.input)
 
 
 def parse(kind: type[CallT], body: bytes) -> CallT:
@@ -415,9 +447,14 @@ class Usage:
     cached_tokens: int
     truncated_tokens: int = 0
     """Of the prompt, cut by the context policy; not in `prompt_tokens`."""
+    reasoning_tokens: int | None = None
+    """Of the completion's; None = nothing tells thoughts from the answer."""
 
     def as_dict(self) -> dict[str, object]:
+        thought = self.reasoning_tokens
+        details = {} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}
         return {
+            **details,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -447,13 +484,14 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice gained: text, tokens' log probabilities, calls of tools, its end."""
+    """What one choice gained: text, tokens' log probabilities, calls of tools, its thoughts, its end."""
 
     index: int
     text: str
     entries: tuple[TokenEntry, ...] = ()
     finish_reason: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(slots=True)
@@ -519,7 +557,7 @@ class Envelope:
             return self._choice(delta)
         return {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "delta": _gained(delta),
             "logprobs": self._logprobs(delta.entries),
             "finish_reason": delta.finish_reason,
         }
@@ -531,8 +569,8 @@ class Envelope:
     def _call_chunks(self, delta: Delta) -> list[dict[str, object]]:
         """Text, then for each call its name and its arguments, then the end."""
         chunks = []
-        if delta.text or delta.entries:
-            chunks.append(self._delta(Delta(delta.index, delta.text, delta.entries)))
+        if delta.text or delta.entries or delta.reasoning:
+            chunks.append(self._delta(Delta(delta.index, delta.text, delta.entries, reasoning=delta.reasoning)))
         for call in delta.calls:
             place = self._calls_begun[delta.index]
             self._calls_begun[delta.index] = place + 1
@@ -564,12 +602,27 @@ class Envelope:
         return _chat_logprobs(entries) if self.is_chat else _completion_logprobs(entries)
 
 
+def _gained(delta: Delta) -> dict[str, object]:
+    """The `delta` of a chat's chunk."""
+    if delta.reasoning:
+        return {**_thoughts(delta), **({"content": delta.text} if delta.text else {})}
+    return {"content": delta.text} if delta.text or not delta.finish_reason else {}
+
+
+def _thoughts(delta: Delta) -> dict[str, object]:
+    """Under the name that vLLM's clients read now, and the one that they read before."""
+    return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+
+
 def _message(delta: Delta) -> dict[str, object]:
+    has_more = delta.calls or delta.reasoning
     message: dict[str, object] = {
         "role": "assistant",
-        "content": delta.text or None if delta.calls else delta.text,
+        "content": delta.text or None if has_more else delta.text,
         "refusal": None,
     }
+    if delta.reasoning:
+        message |= _thoughts(delta)
     if delta.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tidegate_engine.ollama import OllamaChatCall, OllamaGenerateCall, ShowCall
+from tidegate_engine.ollama import OllamaChatCall, OllamaEmbedCall, OllamaGenerateCall, ShowCall
 from tidegate_engine.openai import ChatCall, CompletionCall, DetokenizeCall, EmbeddingCall, TokenizeCall
 from tidegate_engine.responses import ResponseCall
 
@@ -17,11 +17,12 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatCall, "Answer a conversation"),
     "/v1/completions": (CompletionCall, "Continue a text"),
     "/v1/responses": (ResponseCall, "Answer a conversation, in the form of the Responses API"),
-    "/v1/embeddings": (EmbeddingCall, "Embed texts; only with an embedding model"),
+    "/v1/embeddings": (EmbeddingCall, "Embed texts"),
     "/tokenize": (TokenizeCall, "Ids of a text or a conversation"),
     "/detokenize": (DetokenizeCall, "Text of ids"),
     "/api/chat": (OllamaChatCall, "Answer a conversation, in Ollama's form"),
     "/api/generate": (OllamaGenerateCall, "Continue a text, in Ollama's form"),
+    "/api/embed": (OllamaEmbedCall, "Embed texts, in Ollama's form"),
     "/api/show": (ShowCall, "What the model is, in Ollama's form"),
 }
 QUESTIONS = {

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from tidegate_engine.ggml_types import decoder_of_type
 from tidegate_engine.gguf_file import read_metadata_bytes
+from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
+from tidegate_engine.request import PoolingKind
 from tidegate_engine.rope import Rope
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig, fused_names
 from tidegate_engine.weights import PACKED_FILE, TOKENIZER_GGUF, ModelError
@@ -56,6 +58,7 @@ class PackedModel:
     config: DecoderConfig
     eos_token_ids: tuple[int, ...]
     weights: Mapping[str, Mapping[str, Any]]
+    pooling: Pooling
 
     def invalid(self, why: str) -> ModelError:
         return _invalid(self.path, why)
@@ -72,7 +75,13 @@ class PackedModel:
 
 
 def write_packed(
-    folder: Path, parameters: dict[str, Weight], config: DecoderConfig, *, name: str, eos_token_ids: tuple[int, ...]
+    folder: Path,
+    parameters: dict[str, Weight],
+    config: DecoderConfig,
+    *,
+    name: str,
+    eos_token_ids: tuple[int, ...],
+    pooling: Pooling | None = None,
 ) -> int:
     """Write PACKED_FILE, matrices of the same rows fused; returns its bytes. The dictionary is emptied on the way."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +95,13 @@ def write_packed(
                 "tensors": {part: _append(bodies, tensor) for part, tensor in tensors.items()},
             }
         header = json.dumps(
-            {"name": name, "eos_token_ids": eos_token_ids, "config": asdict(config), "weights": entries}
+            {
+                "name": name,
+                "eos_token_ids": eos_token_ids,
+                "pooling": asdict(pooling or Pooling()),
+                "config": asdict(config),
+                "weights": entries,
+            }
         ).encode()
         with (folder / PACKED_FILE).open("wb") as file:
             file.write(_START.pack(MAGIC, VERSION, len(header), hashlib.sha256(header).digest()))
@@ -137,8 +152,14 @@ def read_packed(folder: Path) -> PackedModel:
             tensor["start"] += base
             if (end := tensor["start"] + tensor["size"]) > size:
                 raise _invalid(path, f"is truncated: it has {size} bytes, and a tensor ends at byte {end}")
+    pooling = described.get("pooling", {})
     return PackedModel(
-        path, described["name"], _config(described["config"]), tuple(described["eos_token_ids"]), described["weights"]
+        path,
+        described["name"],
+        _config(described["config"]),
+        tuple(described["eos_token_ids"]),
+        described["weights"],
+        Pooling(**({**pooling, "kind": PoolingKind(pooling["kind"])} if pooling else {})),
     )
 
 

@@ -25,6 +25,15 @@ class RequestState(StrEnum):
     FINISHED = "finished"
 
 
+class PoolingKind(StrEnum):
+    """Which hidden states of a prompt become its embedding."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+    """The first token's."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. `logprobs` None = none, n = the chosen token's and the n most likely."""
@@ -71,6 +80,8 @@ class Request:
     cache_salt: str = ""
     adapter: Adapter | None = None
     """None = the model as it is."""
+    pooling: PoolingKind | None = None
+    """Set where the prompt's embedding is wanted instead of tokens; `max_tokens` is 1 then."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks of prompt + output; filled by the block pool, or brought ready-made (then without
     `prompt_ids`)."""
@@ -106,6 +117,11 @@ class Request:
     def total_tokens(self) -> int:
         """Tokens known so far: prompt and output."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def may_share(self) -> bool:
+        """Whether cached keys and values may stand for its tokens: some poolings need the states of all of them."""
+        return self.pooling is None or self.pooling is PoolingKind.LAST
 
     def token_ids(self, start: int, count: int) -> list[int]:
         """Ids of positions [start, start + count) of prompt + output."""
@@ -181,6 +197,8 @@ class SampledToken(NamedTuple):
     """There is no token yet (the grammar is still being compiled): the last position is to be computed again."""
     following: "tuple[SampledToken, ...]" = ()
     """Tokens after it that the step yields too, as far as its drafts were right."""
+    embedding: bytes | None = None
+    """The prompt's, for a request with `pooling`: float32, little-endian. The id means nothing then."""
 
 
 class TokenEvent(NamedTuple):

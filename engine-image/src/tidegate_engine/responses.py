@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.openai import (
+    MAX_PARTS,
     MAX_TOOLS,
     ApiError,
     ChatCall,
@@ -62,6 +63,28 @@ class CallOutputItem(BaseModel):
     output: str | Parts
 
 
+class ThoughtPart(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ThoughtItem(BaseModel):
+    """What the model thought."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ThoughtPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class FunctionTool(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
@@ -90,7 +113,7 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
-Item = MessageItem | CallItem | CallOutputItem
+Item = MessageItem | CallItem | CallOutputItem | ThoughtItem
 
 
 class ResponseCall(BaseModel):
@@ -109,6 +132,7 @@ class ResponseCall(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_policy: ContextPolicy | None = None
     previous_response_id: str | None = None
@@ -132,6 +156,7 @@ class ResponseCall(BaseModel):
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "response_format": self._response_format(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         return validated(ChatCall, data)
 
@@ -164,16 +189,22 @@ class ResponseCall(BaseModel):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        thoughts: str | None = None
         for item in self.input:
-            if isinstance(item, MessageItem):
+            if isinstance(item, ThoughtItem):
+                thoughts = "".join(part.text for part in item.content or ()) or None
+            elif isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": _text(item.content)})
+                if item.role == "assistant":
+                    messages[-1]["reasoning"], thoughts = thoughts, None
             elif isinstance(item, CallOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             else:
                 function = {"name": item.name, "arguments": item.arguments}
                 call: dict[str, object] = {"id": item.call_id, "type": "function", "function": function}
                 if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
+                    messages.append({"role": "assistant", "content": "", "reasoning": thoughts})
+                    thoughts = None
                 calls = messages[-1].setdefault("tool_calls", [])
                 assert isinstance(calls, list)
                 calls.append(call)
@@ -191,6 +222,7 @@ class _Item:
     id: str
     call: ToolCall | None = None
     text: str = ""
+    is_thought: bool = False
 
     def as_dict(self, status: str) -> dict[str, object]:
         if self.call is not None:
@@ -202,6 +234,9 @@ class _Item:
                 "arguments": self.call.arguments if status == "completed" else "",
                 "status": status,
             }
+        if self.is_thought:
+            content = [] if status == "in_progress" else [_thought_part(self.text)]
+            return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
         return {
             "type": "message",
             "id": self.id,
@@ -221,13 +256,16 @@ class ResponseWire:
     media_type: str = "text/event-stream"
     _items: list[_Item] = field(default_factory=list)
     _sequence: int = 0
-    _has_open_message: bool = False
+    _has_open_text: bool = False
+    """Whether the last item, a message or a thought, may get more text."""
     _finish_reason: str | None = None
 
     def answer(self, choices: Sequence[Delta], ending: Ending) -> dict[str, object]:
         choice = choices[0]
         self._finish_reason = choice.finish_reason
-        if choice.text or not choice.calls:
+        if choice.reasoning:
+            self._items.append(_Item(_item_id("rs"), text=choice.reasoning, is_thought=True))
+        if choice.text or not (choice.calls or choice.reasoning):
             self._items.append(_Item(_item_id("msg"), text=choice.text))
         self._items += [_Item(_item_id("fc"), call) for call in choice.calls]
         return self._response(ending.usage)
@@ -241,17 +279,19 @@ class ResponseWire:
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         events = []
         for delta in deltas:
+            if delta.reasoning:
+                events += self._add_thought(delta.reasoning)
             if delta.text:
                 events += self._add_text(delta.text)
             for call in delta.calls:
-                events += [*self._close_message(), *self._add_call(call)]
+                events += [*self._close_text(), *self._add_call(call)]
             if delta.finish_reason is not None:
                 self._finish_reason = delta.finish_reason
         return b"".join(events)
 
     def end(self, ending: Ending) -> bytes:
         events = [] if self._items else self._add_text("")
-        events += self._close_message()
+        events += self._close_text()
         response = self._response(ending.usage)
         events.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(events)
@@ -261,14 +301,29 @@ class ResponseWire:
         response = {**self._response(None), "status": "failed", "error": {"code": code, "message": error.message}}
         return self._event("response.failed", response=response)
 
+    def _add_thought(self, text: str) -> list[bytes]:
+        events = []
+        if not (self._has_open_text and self._items[-1].is_thought):
+            events = self._close_text()
+            self._has_open_text = True
+            item = _Item(_item_id("rs"), is_thought=True)
+            self._items.append(item)
+            events.append(
+                self._event("response.output_item.added", output_index=self._place(), item=item.as_dict("in_progress"))
+            )
+        self._items[-1].text += text
+        events.append(self._event("response.reasoning_text.delta", **self._part_place(), delta=text))
+        return events
+
     def _add_text(self, text: str) -> list[bytes]:
         events = []
-        if not self._has_open_message:
-            self._has_open_message = True
+        if not self._has_open_text or self._items[-1].is_thought:
+            events = self._close_text()
+            self._has_open_text = True
             item = _Item(_item_id("msg"))
             self._items.append(item)
             place = self._place()
-            events = [
+            events += [
                 self._event("response.output_item.added", output_index=place, item=item.as_dict("in_progress")),
                 self._event("response.content_part.added", **self._part_place(), part=_part("")),
             ]
@@ -278,11 +333,16 @@ class ResponseWire:
             events.append(self._event("response.output_text.delta", **self._part_place(), delta=text, logprobs=[]))
         return events
 
-    def _close_message(self) -> list[bytes]:
-        if not self._has_open_message:
+    def _close_text(self) -> list[bytes]:
+        if not self._has_open_text:
             return []
-        self._has_open_message = False
+        self._has_open_text = False
         item, where = self._items[-1], self._part_place()
+        if item.is_thought:
+            return [
+                self._event("response.reasoning_text.done", **where, text=item.text),
+                self._event("response.output_item.done", output_index=self._place(), item=item.as_dict("completed")),
+            ]
         return [
             self._event("response.output_text.done", **where, text=item.text, logprobs=[]),
             self._event("response.content_part.done", **where, part=_part(item.text)),
@@ -339,6 +399,7 @@ class ResponseWire:
             ],
             "parallel_tool_calls": call.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": call.reasoning and call.reasoning.effort, "summary": None},
             "temperature": 1.0 if call.temperature is None else call.temperature,
             "text": _text_options(call),
             "tool_choice": _choice(call),
@@ -365,10 +426,14 @@ def _usage(usage: Usage) -> dict[str, object]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "truncated_tokens": usage.truncated_tokens,
     }
+
+
+def _thought_part(text: str) -> dict[str, object]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _part(text: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidegate_engine.request import SampledToken, Step
+from tidegate_engine.request import PoolingKind, SampledToken, Step
 from tidegate_engine.steptime import StepModel
 
 
@@ -33,6 +33,12 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     structured_outputs: bool = False
     """Whether answers can be held to a grammar."""
+    embedding_size: int | None = None
+    """Numbers of an embedding; None = the runner makes none."""
+    pooling: PoolingKind | None = None
+    """Which states become an embedding, where there are any."""
+    embedding_normalised: bool = True
+    """Whether embeddings have the length one."""
     host_blocks: int = 0
     """Evicted KV blocks that host memory holds; 0 also where copying one back would take longer than computing it."""
 

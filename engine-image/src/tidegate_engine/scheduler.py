@@ -12,7 +12,7 @@ from tidegate_engine.blocks import BlockPool, IntegrityError
 from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
 from tidegate_engine.output_lengths import OutputLengths
 from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, StepItem, TokenEvent
-from tidegate_engine.settings import OSL_EDGES, BatchSettings
+from tidegate_engine.settings import OSL_EDGES, AdmissionPolicy, BatchSettings
 
 AGEING_SECONDS = 30.0
 """Each step of priority is worth so much waiting: a request is overtaken only by those that come so soon after it."""
@@ -70,6 +70,7 @@ class Scheduler:
         self._ngrams: dict[str, NgramIndex] = {}
         self._settings = settings
         self._settings_version = 1
+        self._admission = AdmissionPolicy()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -132,6 +133,11 @@ class Scheduler:
         return self._reserve_ratio
 
     @property
+    def kv_tokens(self) -> int:
+        """What the whole KV cache holds."""
+        return self.blocks.usable * self.blocks.block_tokens
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
@@ -192,6 +198,18 @@ class Scheduler:
         self._settings = settings
         self._settings_version += 1
         return self._settings_version
+
+    def admit_by(self, policy: AdmissionPolicy) -> None:
+        """Start waiting requests by `policy` from the next step on; running ones go on."""
+        self._admission = policy
+        self._stuck_at = None
+
+    def overdue(self, now: float) -> list[Request]:
+        """Waiting requests that never began and have waited longer than the policy allows."""
+        timeout = self._admission.queue_timeout_s
+        if timeout is None:
+            return []
+        return [r for r in self._waiting if r.scheduled_at is None and now - r.arrival > timeout]
 
     def plan(self, now: float) -> Step:
         """Choose the next step: decodes, then running prefills, then waiting requests.
@@ -267,6 +285,11 @@ class Scheduler:
             if request.num_computed // block_tokens > request.num_published:
                 pool.publish(request)
             if not samples:
+                continue
+            if request.pooling is not None:
+                self._finish(request, FinishReason.STOP, now)
+                events.append(TokenEvent(request, token, FinishReason.STOP))
+                finished = True
                 continue
             if token is not None:
                 request.output_ids.append(token.token_id)
@@ -378,15 +401,19 @@ class Scheduler:
                 wanted=min(prompt, request.max_tokens),
                 allowed=1,
             )
+        if request.pooling is not None and prompt <= min(self.max_model_len, self.kv_tokens):
+            return 1
         if prompt >= self.max_model_len:
             raise RequestRefused(
                 "ContextTooLong",
                 f"the prompt has {prompt} tokens, and the context of {self.max_model_len} tokens must hold "
-                "at least one token of output beside it",
-                wanted=prompt + 1,
+                "at least one token of output beside it"
+                if request.pooling is None
+                else f"the input has {prompt} tokens, and the context holds {self.max_model_len}",
+                wanted=prompt + (request.pooling is None),
                 allowed=self.max_model_len,
             )
-        kv_tokens = self.blocks.usable * self.blocks.block_tokens
+        kv_tokens = self.kv_tokens
         if prompt > kv_tokens:
             raise RequestRefused(
                 "KvCacheTooSmall",
@@ -509,6 +536,8 @@ class Scheduler:
         outstanding = self._expected_output(self._running)
         passed: list[Request] = []
         while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
+            if self._has_enough_prefills():
+                return
             request = self._waiting[len(passed)]
             expected = outstanding + self._expected_output((request,))
             if self._place(request, self._reserved_blocks(expected) if self._running else 0):
@@ -525,6 +554,11 @@ class Scheduler:
             # A preempted request is not overtaken: whoever takes its place would be preempted next.
             if len(passed) >= MAX_PASSED_PER_STEP or any(r.preemptions or r.bypassed >= MAX_BYPASSES for r in passed):
                 return
+
+    def _has_enough_prefills(self) -> bool:
+        """Whether as many prompts as may be are computed in parts now."""
+        most = self._admission.max_num_partial_prefills
+        return most is not None and sum(r.num_computed < r.total_tokens for r in self._running) >= most
 
     def _pressure(self) -> tuple[int, ...]:
         """What admission depends on: while it stays, a request that found no room finds none."""
@@ -568,6 +602,7 @@ class Scheduler:
     def _reserved_blocks(self, output_tokens: float) -> int:
         """Blocks that admission must leave over: a watermark and a share of the output that is likely to come."""
         watermark = max(len(self._running) + 1, int(self.blocks.usable * WATERMARK_FRACTION))
+        watermark += int(self.blocks.usable * (1.0 - self._admission.kv_admission_limit))
         return watermark + int(output_tokens * self._reserve_ratio / self.blocks.block_tokens)
 
     def _start(self, request: Request, now: float) -> None:

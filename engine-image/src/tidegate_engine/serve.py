@@ -12,8 +12,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,20 +22,23 @@ import uvloop
 from starlette.types import ASGIApp
 
 from tidegate_engine.adapters import ServedAdapters
-from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin, probe_live
+from tidegate_engine.admin import CALL_TIMEOUT_SECONDS, AdminState, LiveBatching, Loaded, create_admin, probe_live, thaw
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
 from tidegate_engine.completions import Completions, Limits, Tokenizer
-from tidegate_engine.context import ContextPolicy
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine, build_engine
 from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
 from tidegate_engine.engine_host import run_engine
+from tidegate_engine.live_policy import LivePolicy
 from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
+from tidegate_engine.policy_control import PolicyControl
+from tidegate_engine.pooled_batcher import PooledLimits
+from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
 from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
-from tidegate_engine.settings import BatchSettings, SettingsFile
+from tidegate_engine.settings import AdmissionPolicy, BatchSettings, SettingsFile
 from tidegate_engine.tool_calls import FORMATS, recognise_format
 from tidegate_engine.weights import ModelError
 
@@ -83,17 +86,19 @@ class ServeOptions:
     admin_keys: Path | None = None
     object_uid: str | None = None
     api_keys: tuple[str, ...] = ()
-    max_queued: int | None = None
-    context_policy: ContextPolicy = ContextPolicy.REJECT
-    honours_priority: bool = False
-    """Whether a request may name its priority."""
+    policy: LivePolicy = field(default_factory=LivePolicy)
+    """What an administrator may change later."""
     tool_call_parser: str | None = None
     """Name of a format; None = recognised from the model's chat template."""
+    reasoning_parser: str | None = None
+    """Name of a format; None = thoughts stay in the text."""
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     speculation: NgramSpeculation | None = None
     lora_root: Path | None = None
     """Where adapters that are loaded live must lie; None = adapters are off."""
     lora_modules: tuple[tuple[str, Path], ...] = ()
     """Adapters to begin with: name and folder."""
+    pooled: PooledLimits = field(default_factory=PooledLimits)
 
 
 class ServeError(Exception):
@@ -153,6 +158,8 @@ def load_engine(model: Model, options: ServeOptions) -> Engine:
         options.settings,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
+        pooled=options.pooled,
+        admission=options.policy.admission,
         on_idle=on_idle,
     )
 
@@ -256,18 +263,22 @@ class Process:
             options.served_names,
             info.max_model_len,
             (info.kv_blocks - 1) * info.block_tokens,
-            options.max_queued,
-            options.context_policy,
-            honours_priority=options.honours_priority,
+            options.policy,
             tool_format=FORMATS[options.tool_call_parser]
             if options.tool_call_parser
             else recognise_format(model.tokenizer.chat_template),
+            reasoning_format=REASONING_FORMATS[options.reasoning_parser] if options.reasoning_parser else None,
+            template_variables=options.template_variables,
             structured_outputs=info.structured_outputs,
         )
 
         async def render_metrics() -> bytes:
             report = await engine.report()
-            snapshot = _with_settings(report.snapshot, batching)
+            snapshot = replace(
+                _with_settings(report.snapshot, batching),
+                pause_mode=drain.pause_mode,
+                policy_version=policy.version,
+            )
             return await asyncio.to_thread(
                 render,
                 add_counts(report.counts, metrics.counts),
@@ -276,8 +287,14 @@ class Process:
                 block_tokens=info.block_tokens,
             )
 
+        completions = Completions(engine, model.tokenizer, limits, adapters)
+
+        async def apply_admission(policy: AdmissionPolicy) -> None:
+            await asyncio.wait_for(engine.admit_by(policy), CALL_TIMEOUT_SECONDS)
+
+        policy = PolicyControl(completions, apply_admission=apply_admission, counts=metrics.counts)
         parts = ApiParts(
-            completions=Completions(engine, model.tokenizer, limits, adapters),
+            completions=completions,
             drain=drain,
             metrics=metrics,
             render_metrics=render_metrics,
@@ -295,6 +312,7 @@ class Process:
             engine,
             render_metrics,
             batching,
+            policy,
             drain,
             adapters,
             runner=options.runner,
@@ -328,6 +346,7 @@ class Process:
                 options = self._options
                 # A timeout that is shorter than the removal of the endpoints must not turn away who cannot know yet.
                 timeout = max(options.shutdown_timeout_seconds, options.endpoint_removal_seconds)
+                await thaw(engine)
                 drained = drain.begin(timeout, at_once=self._exit_at_once, is_final=True)
                 await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
             if failed.done():

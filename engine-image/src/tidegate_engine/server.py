@@ -18,11 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate_engine.completions import Completions, Generation
 from tidegate_engine.drain import Drain
+from tidegate_engine.embeddings import EmbeddingWork, begin_embedding
 from tidegate_engine.engine_client import EngineGone
 from tidegate_engine.metrics import CONTENT_TYPE, EngineMetrics
 from tidegate_engine.ollama import (
     EMULATED_VERSION,
     OllamaChatCall,
+    OllamaEmbedCall,
     OllamaGenerateCall,
     OllamaWire,
     Served,
@@ -117,7 +119,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def whole_answer(generation: Generation, receive: Receive) -> Response:
+async def whole_answer(generation: Generation | EmbeddingWork, receive: Receive) -> Response:
     """The answer in one piece; a client that goes away meanwhile ends it."""
     answer = asyncio.ensure_future(generation.answer())
     watch = asyncio.ensure_future(_until_disconnect(receive))
@@ -240,15 +242,13 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         return await _respond(generation, request, stream=bool(call.stream))
 
     @app.post("/v1/embeddings")
+    @accepted
     async def embed(request: Request) -> Response:
+        arrival = time.monotonic()
         call = parse(EmbeddingCall, await _read_body(request))
-        completions.check_model(call.model)
-        raise ApiError(
-            400,
-            f"the model {call.model!r} generates text and makes no embeddings; ask a server of an embedding model",
-            param="model",
-            code="unsupported_parameter",
-        )
+        work = await begin_embedding(completions, call, parts.info, arrival=arrival)
+        work.start()
+        return await whole_answer(work, request.receive)
 
 
 def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
@@ -261,26 +261,16 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         created=parts.created,
         template=completions.tokenizer.chat_template,
         has_tools=completions.limits.tool_format is not None,
+        has_thoughts=completions.limits.reasoning_format is not None,
     )
 
-    @app.post("/api/chat")
-    @accepted
-    async def chat(request: Request) -> Response:
+    async def answer(kind: type[OllamaChatCall | OllamaGenerateCall], request: Request) -> Response:
         arrival = time.monotonic()
-        call = parse(OllamaChatCall, await _read_body(request))
-        wire = OllamaWire(call.model, is_chat=True, with_logprobs=bool(call.logprobs))
-        if call.asks_nothing():
-            completions.check_model(resolve_name(call.model, names()))
-            return JsonResponse(wire.loaded())
-        generation = await completions.begin_chat(call.as_chat(names()), arrival=arrival, make_wire=lambda: wire)
-        return await _respond(generation, request, stream=call.stream is not False)
-
-    @app.post("/api/generate")
-    @accepted
-    async def generate(request: Request) -> Response:
-        arrival = time.monotonic()
-        call = parse(OllamaGenerateCall, await _read_body(request))
-        wire = OllamaWire(call.model, is_chat=False, with_logprobs=bool(call.logprobs))
+        call = parse(kind, await _read_body(request))
+        if call.think and completions.limits.reasoning_format is None:
+            message = f"{call.model!r} does not support thinking: the server was given no --reasoning-parser"
+            raise ApiError(400, message, param="think", code="unsupported_parameter")
+        wire = OllamaWire(call.model, is_chat=kind is OllamaChatCall, with_logprobs=bool(call.logprobs))
         if call.asks_nothing():
             completions.check_model(resolve_name(call.model, names()))
             return JsonResponse(wire.loaded())
@@ -292,6 +282,28 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         else:
             generation = await completions.begin_chat(inner, arrival=arrival, make_wire=lambda: wire)
         return await _respond(generation, request, stream=call.stream is not False)
+
+    @app.post("/api/chat")
+    @accepted
+    async def chat(request: Request) -> Response:
+        return await answer(OllamaChatCall, request)
+
+    @app.post("/api/generate")
+    @accepted
+    async def generate(request: Request) -> Response:
+        return await answer(OllamaGenerateCall, request)
+
+    @app.post("/api/embed")
+    @accepted
+    async def embed(request: Request) -> Response:
+        arrival = time.monotonic()
+        call = parse(OllamaEmbedCall, await _read_body(request))
+        make_answer = call.make_answer(arrival)
+        work = await begin_embedding(
+            completions, call.as_call(names()), parts.info, arrival=arrival, make_answer=make_answer
+        )
+        work.start()
+        return await whole_answer(work, request.receive)
 
     @app.post("/api/show")
     async def show(request: Request) -> Response:

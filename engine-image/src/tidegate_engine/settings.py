@@ -34,6 +34,22 @@ class BatchSettings:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+MIN_KV_ADMISSION = 0.05
+MAX_QUEUE_TIMEOUT_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """What bounds the start of waiting requests beside the batch settings. None = no limit."""
+
+    max_num_partial_prefills: int | None = None
+    """Prompts that may be computed in parts at a time."""
+    kv_admission_limit: float = 1.0
+    """Share of the KV blocks that admission may fill; running requests may grow beyond it."""
+    queue_timeout_s: float | None = None
+    """A request that has not begun after so long is given up."""
+
+
 SETTING_NAMES = tuple(field.name for field in fields(BatchSettings))
 
 
@@ -59,7 +75,7 @@ class Violation:
     """Why settings are refused: the field, what is allowed, and a sentence."""
 
     field: str
-    allowed: tuple[int, int] | None
+    allowed: tuple[float, float] | None
     reason: str
 
 

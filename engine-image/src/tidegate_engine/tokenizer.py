@@ -77,6 +77,8 @@ class TokenizerParts:
     """What goes before a text, where the tokenizer itself does not put it there."""
     eos_token_ids: tuple[int, ...]
     template: ChatTemplate | None
+    eos_id: int | None = None
+    """What goes behind a text, likewise; embedding models want it."""
 
 
 class ModelTokenizer:
@@ -86,16 +88,17 @@ class ModelTokenizer:
         self._tokenizer = parts.tokenizer
         self._pieces = parts.pieces
         self._special_ids = parts.special_ids
-        self._bos_id = parts.bos_id
+        self._before = [] if parts.bos_id is None else [parts.bos_id]
+        self._behind = [] if parts.eos_id is None else [parts.eos_id]
         self._template = parts.template
         self.vocab_size = len(parts.pieces)
         self.eos_token_ids = parts.eos_token_ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`; with a leading BOS when the model wants one and `add_special` is true."""
+        """Ids of `text`; with the tokens that the model wants before and behind it when `add_special` is true."""
         # Only the batch's call releases the interpreter: a long text in a thread would else stop the event loop.
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0].ids
-        return [self._bos_id, *ids] if add_special and self._bos_id is not None else ids
+        return [*self._before, *ids, *self._behind] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
@@ -125,11 +128,14 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The conversation by the model's template; raises ChatTemplateError, a ValueError."""
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
 
     def chat(
         self,
@@ -137,9 +143,10 @@ class ModelTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Ids of a conversation, ending where the answer begins. Templates spell out BOS, so none is added."""
-        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
         return self.encode(text, add_special=False)
 
 
@@ -171,7 +178,18 @@ def _parts_of_gguf(file: GgufFile) -> TokenizerParts:
         bos_id=_bos_id(file, tokens),
         eos_token_ids=eos_token_ids(metadata),
         template=_template(file, tokens),
+        eos_id=_eos_id(file, tokens),
     )
+
+
+def _eos_id(file: GgufFile, tokens: Sequence[str]) -> int | None:
+    """The token that goes behind a text; None = none does."""
+    eos = file.metadata.get("tokenizer.ggml.eos_token_id")
+    if not isinstance(eos, int) or not file.metadata.get("tokenizer.ggml.add_eos_token"):
+        return None
+    if not 0 <= eos < len(tokens):
+        raise file.invalid(f"names the token {eos} as the end, and its vocabulary has {len(tokens)} tokens")
+    return eos
 
 
 def _bos_id(file: GgufFile, tokens: Sequence[str]) -> int | None:

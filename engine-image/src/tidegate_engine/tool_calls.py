@@ -204,7 +204,7 @@ class ToolCallParser:
             return
         if is_final:
             return
-        keep = _overlap(text, mark)
+        keep = overlap(text, mark)
         head = text[: len(text) - keep].rstrip()
         self._text = text[len(head) :]
         if head:
@@ -322,7 +322,7 @@ def _joined(parts: Iterator[Part]) -> list[Part]:
     return joined
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` with which the mark may begin."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):

@@ -25,6 +25,8 @@ from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.lora import LoraLimits, LoraStore
+from tidegate_engine.pooler import Pooler
+from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
@@ -33,7 +35,8 @@ from tidegate_engine.steptime import StepModel
 from tidegate_engine.transformer import (
     DecoderConfig,
     build_decoder,
-    forward,
+    head_logits,
+    hidden_states,
     kv_token_bytes,
     layer_caches,
     new_kv_pool,
@@ -77,6 +80,8 @@ class TorchOptions:
     """Memory beside the cache for blocks evicted from it."""
     lora: LoraLimits | None = None
     """None = no adapters."""
+    pooling: Pooling | None = None
+    """Of embeddings; None = as the checkpoint says."""
 
 
 class TorchRunner:
@@ -112,6 +117,8 @@ class TorchRunner:
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
         self._host: HostBlocks | None = None
+        pooling = checkpoint.pooling_or(options.pooling)
+        self._pooler = Pooler(is_normalised=pooling.is_normalised)
         self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
         self._info = ModelInfo(
@@ -131,6 +138,9 @@ class TorchRunner:
             gpu_count=0,
             eos_token_ids=checkpoint.eos_token_ids,
             structured_outputs=masks is not None,
+            embedding_size=config.hidden,
+            pooling=pooling.kind,
+            embedding_normalised=pooling.is_normalised,
         )
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
@@ -169,19 +179,21 @@ class TorchRunner:
             [item.blocks for item in items],
             cache=self._caches[0],
         )
-        logits = forward(
+        states = hidden_states(
             self._decoder,
             torch.tensor(token_ids),
             batch,
             caches=self._caches,
-            logits_rows=_sampled_rows(items, batch.query_starts.tolist()),
             adapters=() if self._lora is None else self._lora.deltas(_adapted_rows(items)),
         )
-        sampled = [item for item in items if item.samples]
+        starts = batch.query_starts.tolist()
+        pooled = self._pooler.pool(states, items, starts)
+        sampled = [item for item in items if _is_sampled(item)]
         if not sampled:
-            return {}
+            return pooled
+        logits = head_logits(self._decoder, states[_sampled_rows(items, starts)])
         tokens = self._sampler.sample(logits, sampled)
-        return {item.request.id: token for item, token in zip(sampled, tokens, strict=True)}
+        return {**pooled, **{item.request.id: token for item, token in zip(sampled, tokens, strict=True)}}
 
     def _make_host(self, host_bytes: int) -> HostBlocks | None:
         """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""
@@ -265,11 +277,16 @@ def _token_ids(item: StepItem) -> list[int]:
     return [*item.request.token_ids(item.start, item.count - len(item.drafts)), *item.drafts]
 
 
+def _is_sampled(item: StepItem) -> bool:
+    return item.samples and item.request.pooling is None
+
+
 def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
     """The rows whose logits are wanted: an item's last known token, and each of its drafts."""
     ends = zip(items, query_starts[1:], strict=True)
     return torch.tensor(
-        [row for item, end in ends if item.samples for row in range(end - 1 - len(item.drafts), end)], dtype=torch.long
+        [row for item, end in ends if _is_sampled(item) for row in range(end - 1 - len(item.drafts), end)],
+        dtype=torch.long,
     )
 
 

@@ -407,6 +407,25 @@ def forward(
     Only the rows `logits_rows` go through the head. Rows without an adapter get what they get without `adapters`, bit
     for bit.
     """
+    states = hidden_states(decoder, token_ids, batch, caches=caches, adapters=adapters)
+    return head_logits(decoder, states[logits_rows])
+
+
+def head_logits(decoder: Decoder, states: Tensor) -> Tensor:
+    """Logits `[rows, vocab]` of hidden states `[rows, hidden]`."""
+    logits = linear(states, decoder.head)
+    return logits if decoder.config.logit_soft_cap is None else soft_cap(logits, decoder.config.logit_soft_cap)
+
+
+def hidden_states(
+    decoder: Decoder,
+    token_ids: Tensor,
+    batch: Ragged,
+    *,
+    caches: Sequence[Cache],
+    adapters: Sequence[RowDeltas] = (),
+) -> Tensor:
+    """Write the keys and values of `token_ids` (int64 `[T]`) to `caches`; returns the last norm's `[T, hidden]`."""
     config = decoder.config
     eps, activate = config.norm_eps, ACTIVATIONS[config.activation]
     tables = [
@@ -443,8 +462,7 @@ def forward(
         if layer.post_mlp_norm is not None:
             mixed = rms_norm(mixed, layer.post_mlp_norm, eps=eps)
         x = add_rms_norm(mixed, residual, next_norm, eps=eps)
-    logits = linear(x[logits_rows], decoder.head)
-    return logits if config.logit_soft_cap is None else soft_cap(logits, config.logit_soft_cap)
+    return x
 
 
 def _adapted(product: Tensor, x: Tensor, deltas: Sequence[tuple[LayerDeltas, Tensor]], name: str) -> Tensor:

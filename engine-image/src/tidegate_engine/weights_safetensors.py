@@ -72,8 +72,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     | {f"experts.{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
 }
 """A layer's parts, for each way of naming them."""
-_PREFIXES = ("", "language_model.", "model.language_model.")
-"""What may stand before the names of a model that also sees; the last one instead of `model.`."""
+_ROOTS = ("model.", "language_model.model.", "model.language_model.", "")
+"""Where the decoder lies: as usual, in two ways in a model that also sees, and in a file of the decoder alone."""
 _UNUSED_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _UNUSED_ENDS = (".rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale")
 """Tables that old checkpoints hold beside their parameters, and scales for a quantised cache; they are computed."""
@@ -184,17 +184,17 @@ def _open_folder(folder: Path) -> _Folder:
         raise checkpoint.invalid(
             f"has {len(checkpoint.tensors)} tensors, fewer than its configuration's layers and experts, {matrices}"
         )
-    sources = parameter_sources(config, family, prefix=_prefix(checkpoint))
+    sources = parameter_sources(config, family, root=_root(checkpoint))
     return _Folder(checkpoint, config, sources, family.norm_offset, scheme)
 
 
-def parameter_sources(config: DecoderConfig, family: Family, *, prefix: str) -> dict[str, Source]:
+def parameter_sources(config: DecoderConfig, family: Family, *, root: str) -> dict[str, Source]:
     """Where each of `parameter_shapes` is stored; those in one tensor follow each other."""
     shapes = parameter_shapes(config)
     sources: dict[str, Source] = {}
     used: dict[str, int] = {}
     for name, shape in shapes.items():
-        tensor = _tensor_name(name, family, prefix=prefix)
+        tensor = _tensor_name(name, family, root=root)
         sources[name] = Source(tensor, used.get(tensor, 0), shape[0])
         used[tensor] = used.get(tensor, 0) + shape[0]
     return dict(sorted(sources.items(), key=lambda item: (item[1].tensor, item[1].first_row)))
@@ -218,7 +218,7 @@ def _map_tensor(entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
     return values.view(dtype).view(entry.shape)
 
 
-def _tensor_name(name: str, family: Family, *, prefix: str) -> str:
+def _tensor_name(name: str, family: Family, *, root: str) -> str:
     part, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
     if part in _TOP:
         stem = _TOP[part]
@@ -230,19 +230,18 @@ def _tensor_name(name: str, family: Family, *, prefix: str) -> str:
             stem = f"model.layers.{index}.{names['experts.' + rest].format(number)}"
         else:
             stem = f"model.layers.{index}.{names[rest]}"
-    if prefix == _PREFIXES[2]:
-        stem = prefix + stem.removeprefix("model.") if stem.startswith("model.") else stem
-    else:
-        stem = prefix + stem
-    return f"{stem}.{kind}"
+    if stem.startswith("model."):
+        return f"{root}{stem.removeprefix('model.')}.{kind}"
+    return f"{_head_root(root)}{stem}.{kind}"
 
 
-def _prefix(checkpoint: SafetensorsCheckpoint) -> str:
-    for prefix in _PREFIXES:
-        embedding = "embed_tokens.weight" if prefix == _PREFIXES[2] else "model.embed_tokens.weight"
-        if prefix + embedding in checkpoint.tensors:
-            return prefix
-    return ""
+def _root(checkpoint: SafetensorsCheckpoint) -> str:
+    return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in checkpoint.tensors), _ROOTS[0])
+
+
+def _head_root(root: str) -> str:
+    """What stands before the name of the head."""
+    return root.removesuffix("model.") if root == "language_model.model." else ""
 
 
 def _without_unused(checkpoint: SafetensorsCheckpoint) -> SafetensorsCheckpoint:
@@ -258,8 +257,7 @@ def _stored_shapes(
     settings: ModelSettings, checkpoint: SafetensorsCheckpoint, scheme: Scheme | None
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of the layers' matrices that are stored by themselves, by the decoder's names."""
-    prefix = _prefix(checkpoint)
-    stem = prefix + ("layers." if prefix == _PREFIXES[2] else "model.layers.")
+    stem = f"{_root(checkpoint)}layers."
     names = NAMES[family_of(settings).names]
     shared = [stored for stored, count in Counter(names.values()).items() if count > 1]
     parts = {
@@ -329,5 +327,4 @@ def _check_tied_head(
 
 
 def _head_name(checkpoint: SafetensorsCheckpoint) -> str:
-    prefix = _prefix(checkpoint)
-    return f"{'' if prefix == _PREFIXES[2] else prefix}lm_head.weight"
+    return f"{_head_root(_root(checkpoint))}lm_head.weight"

@@ -13,7 +13,7 @@ import torch
 
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.precision import Precision, as_stored
-from tidegate_engine.request import Request, SamplingParams
+from tidegate_engine.request import PoolingKind, Request, SamplingParams, Step, StepItem
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.tokenizer import load_tokenizer
@@ -144,3 +144,17 @@ def test_the_real_model_answers_as_transformers_does(real_model: Path, oracle: A
     assert output == expected[0, len(ids) :].tolist()
     assert runner.info.eos_token_ids == (2,)
     assert output[-1] == 2
+
+
+@pytest.mark.parametrize("kind", list(PoolingKind))
+def test_the_real_model_embeds_as_transformers_does(real_model: Path, oracle: Any, kind: PoolingKind) -> None:
+    ids = load_tokenizer(real_model).encode("The tide comes in twice a day, and goes out again.")
+    with torch.inference_mode():
+        states = oracle.model(torch.tensor([ids])).last_hidden_state[0]
+    chosen = {PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0], PoolingKind.MEAN: states.mean(dim=0)}
+    runner = TorchRunner(real_model, options=TorchOptions(kv_blocks=8, threads=1))
+    request = Request("r", len(ids), 1, 0.0, prompt_ids=ids, pooling=kind)
+    found = runner.run(Step(1, (StepItem(request, 0, len(ids), True, [1, 2]),), 1))["r"].embedding
+    assert found is not None
+    embedding = torch.frombuffer(bytearray(found), dtype=torch.float32)
+    assert torch.nn.functional.cosine_similarity(embedding, chosen[kind], dim=0) > 0.99999
