@@ -22,9 +22,10 @@ from torch import Tensor
 
 from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
-from tidegate_engine.checkpoint import open_checkpoint
+from tidegate_engine.checkpoint import Checkpoint, open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.lora import LoraLimits, LoraStore
+from tidegate_engine.native_decoder import native_decoder
 from tidegate_engine.pooler import Pooler
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
@@ -43,6 +44,7 @@ from tidegate_engine.transformer import (
     parameter_shapes,
 )
 from tidegate_engine.weights import ModelError
+from tidegate_kernels import native
 from tidegate_kernels.reference import ragged_batch
 
 DTYPES = {
@@ -92,6 +94,8 @@ class TorchRunner:
     ) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
+        if native.library() is None:
+            logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
         checkpoint = open_checkpoint(model_path)
         if options.quantisation not in (None, checkpoint.quantisation):
             found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
@@ -105,7 +109,7 @@ class TorchRunner:
         # Some models turn by frequencies that follow from the context that is served.
         config = replace(checkpoint.config, context_tokens=context)
         precision = as_stored(options.precision) if checkpoint.packed else options.precision
-        precision = _settle(precision, config, checkpoint.stored_bytes)
+        precision = _settle(precision, config, checkpoint)
         with freed_at_once():
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
@@ -116,6 +120,7 @@ class TorchRunner:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
+        self._native = native_decoder(self._decoder, self._caches)
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
         self._pooler = Pooler(is_normalised=pooling.is_normalised)
@@ -179,19 +184,19 @@ class TorchRunner:
             [item.blocks for item in items],
             cache=self._caches[0],
         )
-        states = hidden_states(
-            self._decoder,
-            torch.tensor(token_ids),
-            batch,
-            caches=self._caches,
-            adapters=() if self._lora is None else self._lora.deltas(_adapted_rows(items)),
-        )
-        starts = batch.query_starts.tolist()
-        pooled = self._pooler.pool(states, items, starts)
+        ids, starts = torch.tensor(token_ids), batch.query_starts.tolist()
         sampled = [item for item in items if _is_sampled(item)]
+        adapted = {} if self._lora is None else _adapted_rows(items)
+        pooled: dict[str, SampledToken] = {}
+        if self._native is not None and self._native.takes(batch) and not adapted and not any(map(_is_pooled, items)):
+            logits = self._native.forward(ids, batch, logits_rows=_sampled_rows(items, starts))
+        else:
+            adapters = () if self._lora is None else self._lora.deltas(adapted)
+            states = hidden_states(self._decoder, ids, batch, caches=self._caches, adapters=adapters)
+            pooled = self._pooler.pool(states, items, starts)
+            logits = head_logits(self._decoder, states[_sampled_rows(items, starts)])
         if not sampled:
             return pooled
-        logits = head_logits(self._decoder, states[_sampled_rows(items, starts)])
         tokens = self._sampler.sample(logits, sampled)
         return {**pooled, **{item.request.id: token for item, token in zip(sampled, tokens, strict=True)}}
 
@@ -278,7 +283,11 @@ def _token_ids(item: StepItem) -> list[int]:
 
 
 def _is_sampled(item: StepItem) -> bool:
-    return item.samples and item.request.pooling is None
+    return item.samples and not _is_pooled(item)
+
+
+def _is_pooled(item: StepItem) -> bool:
+    return item.request.pooling is not None
 
 
 def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
@@ -301,11 +310,18 @@ def _adapted_rows(items: Sequence[StepItem]) -> dict[str, Tensor]:
     return {name: torch.tensor(own) for name, own in rows.items()}
 
 
-def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:
+def _settle(precision: Precision, config: DecoderConfig, checkpoint: Checkpoint) -> Precision:
     """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
-    shapes, available = parameter_shapes(config), Machine().available_bytes()
-    precision = settled(precision, shapes, stored, tied_head=config.tied_head, available_bytes=available)
-    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head)
+    shapes, available, stored = parameter_shapes(config), Machine().available_bytes(), checkpoint.stored_bytes
+    precision = settled(
+        precision,
+        shapes,
+        stored,
+        tied_head=config.tied_head,
+        available_bytes=available,
+        stored_is_fast=checkpoint.stored_is_fast and precision.dtype == "float32",
+    )
+    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head, head_apart=native.library() is None)
     if needed > available:
         least = weight_bytes(parse_precision("int4", dtype=precision.dtype), shapes, stored, tied_head=config.tied_head)
         raise ModelError(
