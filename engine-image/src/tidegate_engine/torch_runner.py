@@ -187,7 +187,7 @@ class TorchRunner:
         ids, starts = torch.tensor(token_ids), batch.query_starts.tolist()
         sampled = [item for item in items if _is_sampled(item)]
         adapted = {} if self._lora is None else _adapted_rows(items)
-        pooled: dict[str, SampledToken] = {}
+        pooled: Mapping[str, SampledToken] = {}
         if self._native is not None and self._native.takes(batch) and not adapted and not any(map(_is_pooled, items)):
             logits = self._native.forward(ids, batch, logits_rows=_sampled_rows(items, starts))
         else:
