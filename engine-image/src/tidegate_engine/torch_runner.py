@@ -24,6 +24,7 @@ from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
+from tidegate_engine.native_decoder import native_decoder
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
@@ -106,6 +107,7 @@ class TorchRunner:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
         self._caches = layer_caches(config, self._pool)
+        self._native = native_decoder(self._decoder, self._caches)
         self._host: HostBlocks | None = None
         self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
@@ -160,13 +162,12 @@ class TorchRunner:
             [item.blocks for item in items],
             cache=self._caches[0],
         )
-        logits = forward(
-            self._decoder,
-            torch.tensor(token_ids),
-            batch,
-            caches=self._caches,
-            logits_rows=_sampled_rows(items, batch.query_starts.tolist()),
-        )
+        logits_rows = _sampled_rows(items, batch.query_starts.tolist())
+        ids = torch.tensor(token_ids)
+        if self._native is not None and self._native.takes(batch):
+            logits = self._native.forward(ids, batch, logits_rows=logits_rows)
+        else:
+            logits = forward(self._decoder, ids, batch, caches=self._caches, logits_rows=logits_rows)
         sampled = [item for item in items if item.samples]
         if not sampled:
             return {}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_engine.rope import Rope, rope_frequencies, rope_magnitude
+from tidegate_kernels.native import Native, laid_out
 from tidegate_kernels.reference import (
     AttentionRule,
     Cache,
@@ -163,7 +164,8 @@ class Decoder:
     @property
     def weights(self) -> tuple[Weight, ...]:
         """All matrices that are held, each once: a tied head is among them where it has a layout of its own."""
-        matrices = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        head = self.head.source if isinstance(self.head, Native) else self.head
+        matrices = [self.embedding] if head is self.embedding else [self.embedding, head]
         for layer in self.layers:
             matrices += [layer.qkv, layer.attention_output, *layer.mlp.weights]
         return tuple(matrices)
@@ -251,7 +253,7 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decod
     layers = tuple(_build_layer(config, index, parameters) for index in range(len(config.layers)))
     embedding = parameters.pop("embedding")
     norm = _vector(parameters.pop("norm"))
-    head = (embedding if config.tied_head else parameters.pop("head")).laid_out()
+    head = laid_out(embedding if config.tied_head else parameters.pop("head"))
     if parameters:
         raise ValueError(f"parameters that the decoder has no use for: {', '.join(sorted(parameters))}")
     size = config.rotated or config.head_size
@@ -279,8 +281,8 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
         start, _, _ = names[0].rpartition(".")
         joined = prefix + (start + "." if start else "") + "+".join(name.rpartition(".")[2] for name in names)
         if joined in parameters:
-            return parameters.pop(joined).laid_out()
-        return concat_rows([parameters.pop(prefix + name) for name in names]).laid_out()
+            return laid_out(parameters.pop(joined))
+        return laid_out(concat_rows([parameters.pop(prefix + name) for name in names]))
 
     def take_vector(*names: str) -> Tensor:
         parts = [_vector(parameters.pop(prefix + name)) for name in names]
