@@ -18,6 +18,7 @@ demo: $(VENV)/.local ## From nothing to a served, rescaled model on a local clus
 
 test: $(VENV)/.dev ## Lint, types, import contracts, all tests
 	@$(BIN)/tidegate-local setup
+	@$(BIN)/python kernels/build_native.py
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest $(WORKERS) $(TESTS)
 
@@ -50,4 +51,5 @@ $(VENV)/.local $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $(VENV); }
 	@echo "Installing Python packages into $(VENV) ($*)"
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@$(BIN)/python kernels/build_native.py
 	@touch $@

@@ -30,12 +30,11 @@ class CustomBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and put the libraries into a wheel; an editable installation finds them beside the source."""
-        if version != "editable" and (built := build()):
+        built = build()
+        if built and version != "editable":
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-linux_{platform.machine()}"
-            build_data["force_include"].update({str(path): f"tidegate_kernels/{path.name}" for path in built})
-        elif version == "editable":
-            build()
+            build_data["artifacts"] += [str(path.relative_to(self.root)) for path in built]
 
 
 def build() -> list[Path]:
@@ -52,7 +51,9 @@ def build() -> list[Path]:
         return []
     for path, flags in missing.items():
         unfinished = path.with_suffix(".tmp")
-        made = subprocess.run([str(compiler), *OPTIONS, *flags, "-o", unfinished, source], capture_output=True, text=True)
+        made = subprocess.run(
+            [str(compiler), *OPTIONS, *flags, "-o", unfinished, source], capture_output=True, text=True
+        )
         if made.returncode != 0:
             print(f"tidegate: {compiler} cannot compile native.c, so packed weights are multiplied by torch, slower")
             print(made.stderr, file=sys.stderr)

@@ -22,6 +22,7 @@ from tidegate_engine.weights import (
 )
 from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
 from tidegate_engine.weights_safetensors import describe_folder, load_safetensors, quantisation_of
+from tidegate_kernels import native
 from tidegate_kernels.weight import Weight
 
 
@@ -37,9 +38,18 @@ class Checkpoint:
     """Bytes on disk of each parameter."""
     quantisation: str | None
     """The method by which it was quantised: `gguf`, `gptq`; None = not at all."""
+    gguf_types: frozenset[str]
+    """GGML's types of the tensors, of a GGUF file."""
     packed: bool
     """Made by `tidegate-engine pack`: in the precisions that were asked for then."""
     _load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
+
+    @property
+    def stored_is_fast(self) -> bool:
+        """Whether fp32 activations are multiplied with the stored weights at least as fast as with dequantised ones."""
+        return native.library() is not None and (
+            self.quantisation is None or native.GGUF_TYPES >= self.gguf_types > set()
+        )
 
     def load(self, dtype: torch.dtype, precision: Precision) -> dict[str, Weight]:
         """The parameters, as `parameter_shapes` names them; raises ModelError."""
@@ -51,6 +61,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """The model that `path` names (see `find_model_file`); raises ModelError."""
     path = find_model_file(path)
     load: Callable[..., tuple[DecoderConfig, dict[str, Weight]]]
+    types: frozenset[str] = frozenset()
     packed = path.is_dir() and (path / PACKED_FILE).exists()
     if packed:
         model = read_packed(path)
@@ -70,5 +81,6 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             load_gguf,
         )
         quantisation = "gguf"
+        types = frozenset(entry.type.name for entry in header.tensors.values())
     ends = check_eos_token_ids(ends, vocab_size=config.vocab_size, path=path)
-    return Checkpoint(path, name, config, ends, stored, quantisation, packed, load)
+    return Checkpoint(path, name, config, ends, stored, quantisation, types, packed, load)

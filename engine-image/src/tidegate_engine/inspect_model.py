@@ -18,6 +18,7 @@ from tidegate_engine.precision import STORED, parse_precision, weight_bytes
 from tidegate_engine.safetensors_file import read_checkpoint
 from tidegate_engine.transformer import kv_token_bytes, parameter_shapes
 from tidegate_engine.weights import PACKED_FILE
+from tidegate_kernels import native
 
 PRECISIONS = (STORED, "float32", "bfloat16", "fp8", "int8", "int4")
 KV_TYPES = {
@@ -93,7 +94,9 @@ def describe(found: Inspection) -> str:
 def _needed(checkpoint: Checkpoint, name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     text = name if name == STORED else f"{{attn: {name}, mlp: {name}, lm_head: {name}, embed: {name}}}"
     tied_head = checkpoint.config.tied_head
-    return weight_bytes(parse_precision(text), shapes, checkpoint.stored_bytes, tied_head=tied_head)
+    return weight_bytes(
+        parse_precision(text), shapes, checkpoint.stored_bytes, tied_head=tied_head, head_apart=native.library() is None
+    )
 
 
 def _stored_by_type(checkpoint: Checkpoint) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A decoder's steps of few rows in one call of compiled code, where it knows everything that the model does.
 
 Owns the description of a `transformer.Decoder` and its caches for native.c, and the buffers between its operations.
-`transformer.forward` computes the same and is what tests hold this to; `torch_runner` asks `takes` which of them to call.
+`transformer.forward` computes the same, and tests hold this to it; `torch_runner` asks `takes` which of them to call.
 """
 
 from collections.abc import Sequence

@@ -46,8 +46,8 @@ CHECKPOINT_METHODS = {
 
 
 DEQUANTISED_FRACTION = 0.25
-"""Share of the available memory up to which a quantised checkpoint is dequantised, unless told otherwise: on the CPU
-products with whole numbers in memory are several times as fast as with packed ones."""
+"""Share of the available memory up to which a quantised checkpoint is dequantised, unless told otherwise: where torch
+multiplies, products with whole numbers in memory are several times as fast as with packed ones."""
 _VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -93,10 +93,16 @@ def settled(
     *,
     tied_head: bool,
     available_bytes: int,
+    stored_is_fast: bool = False,
 ) -> Precision:
-    """The policy with nothing left open: matrices as they are stored where all in `dtype` would take much memory."""
+    """The policy with nothing left open: matrices as they are stored where all in `dtype` would take much memory.
+
+    `stored_is_fast`: products with them are at least as fast, so that memory does not matter.
+    """
     if precision.kinds is not None:
         return precision
+    if stored_is_fast:
+        return as_stored(precision)
     dense, stored = replace(precision, kinds={}), as_stored(precision)
     needed = weight_bytes(dense, shapes, stored_bytes, tied_head=tied_head)
     if needed <= DEQUANTISED_FRACTION * available_bytes:
@@ -111,16 +117,23 @@ def as_stored(precision: Precision) -> Precision:
 
 
 def weight_bytes(
-    precision: Precision, shapes: Mapping[str, tuple[int, ...]], stored_bytes: Mapping[str, int], *, tied_head: bool
+    precision: Precision,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_bytes: Mapping[str, int],
+    *,
+    tied_head: bool,
+    head_apart: bool = True,
 ) -> int:
-    """Bytes of all parameters (names and shapes as the decoder has them) under a settled policy."""
+    """Bytes of all parameters (names and shapes as the decoder has them) under a settled policy.
+
+    `head_apart`: in fp32 a tied head is laid out for the product beside the embedding.
+    """
     total = 0
     for name, shape in shapes.items():
         wanted = precision.of(name, tied_head=tied_head) or precision.dtype
         size = stored_bytes[name] if wanted == STORED else matrix_bytes(wanted, shape)
         in_fp32 = wanted == "float32" or (wanted == STORED and size == matrix_bytes("float32", shape))
-        # In fp32 a tied head is laid out for the product beside the embedding.
-        total += 2 * size if name == "embedding" and tied_head and in_fp32 else size
+        total += 2 * size if name == "embedding" and tied_head and head_apart and in_fp32 else size
     return total
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.cgroup import Machine
-from tidegate_engine.checkpoint import open_checkpoint
+from tidegate_engine.checkpoint import Checkpoint, open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.native_decoder import native_decoder
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
@@ -40,6 +40,7 @@ from tidegate_engine.transformer import (
     parameter_shapes,
 )
 from tidegate_engine.weights import ModelError
+from tidegate_kernels import native
 from tidegate_kernels.reference import ragged_batch
 
 DTYPES = {
@@ -85,6 +86,8 @@ class TorchRunner:
     ) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
+        if native.library() is None:
+            logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
         checkpoint = open_checkpoint(model_path)
         if options.quantisation not in (None, checkpoint.quantisation):
             found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
@@ -98,7 +101,7 @@ class TorchRunner:
         # Some models turn by frequencies that follow from the context that is served.
         config = replace(checkpoint.config, context_tokens=context)
         precision = as_stored(options.precision) if checkpoint.packed else options.precision
-        precision = _settle(precision, config, checkpoint.stored_bytes)
+        precision = _settle(precision, config, checkpoint)
         with freed_at_once():
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
@@ -264,11 +267,18 @@ def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Ten
     )
 
 
-def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, int]) -> Precision:
+def _settle(precision: Precision, config: DecoderConfig, checkpoint: Checkpoint) -> Precision:
     """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
-    shapes, available = parameter_shapes(config), Machine().available_bytes()
-    precision = settled(precision, shapes, stored, tied_head=config.tied_head, available_bytes=available)
-    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head)
+    shapes, available, stored = parameter_shapes(config), Machine().available_bytes(), checkpoint.stored_bytes
+    precision = settled(
+        precision,
+        shapes,
+        stored,
+        tied_head=config.tied_head,
+        available_bytes=available,
+        stored_is_fast=checkpoint.stored_is_fast and precision.dtype == "float32",
+    )
+    needed = weight_bytes(precision, shapes, stored, tied_head=config.tied_head, head_apart=native.library() is None)
     if needed > available:
         least = weight_bytes(parse_precision("int4", dtype=precision.dtype), shapes, stored, tied_head=config.tied_head)
         raise ModelError(

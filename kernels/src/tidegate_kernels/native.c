@@ -381,27 +381,25 @@ INLINE void single(const float *w, const float *x, long columns, float *to, int 
 /* `to[m * stride + r]` (+)= products of `rows` rows of fp32 `w` with `count` rows of `x`. */
 static void products(const float *w, long w_stride, long rows, const float *x, long x_stride, long count, long columns,
                      float *to, long stride, int adds) {
-    long r = 0;
-    for (; r + ROWS <= rows; r += ROWS) {
-        const float *own = w + r * w_stride;
-        long m = 0;
-        for (; m + WIDTH <= count; m += WIDTH)
-            tile(WIDTH, own, w_stride, x + m * x_stride, x_stride, columns, to + m * stride + r, stride, adds);
-        const float *last = x + m * x_stride;
-        float *place = to + m * stride + r;
-        switch (count - m) {
+    for (; count > 0; x += WIDTH * x_stride, to += WIDTH * stride, count -= WIDTH) {
+        long r = 0;
+        for (; r + ROWS <= rows; r += ROWS) {
+            const float *own = w + r * w_stride;
+            switch (count) {
 #if WIDTH > 2
-        case 5: tile(5, own, w_stride, last, x_stride, columns, place, stride, adds); break;
-        case 4: tile(4, own, w_stride, last, x_stride, columns, place, stride, adds); break;
-        case 3: tile(3, own, w_stride, last, x_stride, columns, place, stride, adds); break;
-        case 2: tile(2, own, w_stride, last, x_stride, columns, place, stride, adds); break;
+            case 5: tile(5, own, w_stride, x, x_stride, columns, to + r, stride, adds); break;
+            case 4: tile(4, own, w_stride, x, x_stride, columns, to + r, stride, adds); break;
+            case 3: tile(3, own, w_stride, x, x_stride, columns, to + r, stride, adds); break;
+            case 2: tile(2, own, w_stride, x, x_stride, columns, to + r, stride, adds); break;
 #endif
-        case 1: tile(1, own, w_stride, last, x_stride, columns, place, stride, adds); break;
+            case 1: tile(1, own, w_stride, x, x_stride, columns, to + r, stride, adds); break;
+            default: tile(WIDTH, own, w_stride, x, x_stride, columns, to + r, stride, adds);
+            }
         }
+        for (; r < rows; r++)
+            for (long m = 0; m < count && m < WIDTH; m++)
+                single(w + r * w_stride, x + m * x_stride, columns, to + m * stride + r, adds);
     }
-    for (; r < rows; r++)
-        for (long m = 0; m < count; m++)
-            single(w + r * w_stride, x + m * x_stride, columns, to + m * stride + r, adds);
 }
 
 /* `to[r]` (+)= the product of ROWS rows of codes with scales and one vector, the values never in memory. */
@@ -426,32 +424,29 @@ typedef struct {
     const float *bias;
 } Projection;
 
-/* Rows of `x` that stay in a core's cache while all weights go by. */
-#define BAND (10 * WIDTH)
+/* Rows of `x` that stay in a core's cache while weights go by. */
+#define BAND (16 * WIDTH)
 
 /* Rows `[first, end)` of a product: `to[m * stride + row]` (+)= w[row] · x[m] + bias[row]. */
 static void product_rows(const Projection *p, long first, long end, const float *x, long x_stride, long count, float *to,
                          long stride, int adds, float *scratch) {
+    for (; count > BAND; x += BAND * x_stride, to += BAND * stride, count -= BAND)
+        product_rows(p, first, end, x, x_stride, BAND, to, stride, adds, scratch);
     long start = 0;
     for (const Matrix *w = p->parts; w < p->parts + p->count; start += w->rows, w++) {
-        long columns = w->columns, from = first > start ? first : start;
-        long until = end < start + w->rows ? end : start + w->rows;
-        for (long m = 0; m < count; m += BAND) {
-            long band = count - m < BAND ? count - m : BAND;
-            for (long row = from; row < until; row += ROWS) {
-                long rows = until - row < ROWS ? until - row : ROWS;
-                float *place = to + m * stride + row;
-                if (count == 1 && rows == ROWS && w->scales) {
-                    scaled_products(w, row - start, x, place, adds, scratch);
-                    continue;
-                }
-                const float *values = scratch;
-                if (w->kind == FLOAT32)
-                    values = (const float *)w->codes + (row - start) * columns;
-                else
-                    row_values(w, row - start, rows, scratch + ROWS * columns, scratch);
-                products(values, columns, rows, x + m * x_stride, x_stride, band, columns, place, stride, adds);
+        long columns = w->columns, until = end < start + w->rows ? end : start + w->rows;
+        for (long row = first > start ? first : start; row < until; row += ROWS) {
+            long rows = until - row < ROWS ? until - row : ROWS;
+            if (count == 1 && rows == ROWS && w->scales) {
+                scaled_products(w, row - start, x, to + row, adds, scratch);
+                continue;
             }
+            const float *values = scratch;
+            if (w->kind == FLOAT32)
+                values = (const float *)w->codes + (row - start) * columns;
+            else
+                row_values(w, row - start, rows, scratch + ROWS * columns, scratch);
+            products(values, columns, rows, x, x_stride, count, columns, to + row, stride, adds);
         }
     }
     if (p->bias)
@@ -475,7 +470,7 @@ typedef struct {
 /* The threads of one call: where they take their next piece of work from, and wait for each other. */
 typedef struct Team {
     void (*work)(struct Team *, float *scratch);
-    const void *arguments[3];
+    const void *arguments[2];
     const Threads *threads;
     int size;
     _Alignas(64) atomic_long next;
@@ -529,17 +524,21 @@ static long piece_rows(const Team *team, long rows) {
     return share < 4 * ROWS ? 4 * ROWS : share;
 }
 
-/* All rows of a product, divided among the team. */
-static void team_product(Team *team, const Projection *p, const float *x, long x_stride, long count, float *to,
-                         long stride, int adds, float *scratch) {
+static long all_rows(const Projection *p) {
     long rows = 0;
     for (long part = 0; part < p->count; part++) rows += p->parts[part].rows;
+    return rows;
+}
+
+/* All rows of a product, divided among the team, whose threads do not wait for each other at the end. */
+static void team_product(Team *team, const Projection *p, const float *x, long x_stride, long count, float *to,
+                         long stride, int adds, float *scratch) {
+    long rows = all_rows(p);
     long step = piece_rows(team, rows);
     EACH(piece, (rows + step - 1) / step) {
         long first = piece * step, end = first + step < rows ? first + step : rows;
         product_rows(p, first, end, x, x_stride, count, to, stride, adds, scratch);
     }
-    meet(team);
 }
 
 /* ---- a decoder's steps ---- */
@@ -751,6 +750,7 @@ static void add_projection(Team *team, const Decoder *d, const Step *step, const
                            long columns, const float *post_norm, const float *next_norm, float *scratch) {
     float *to = post_norm ? step->x : step->residual;
     team_product(team, p, x, columns, step->rows, to, d->hidden, !post_norm, scratch);
+    meet(team);
     EACH(row, step->rows) {
         float *residual = step->residual + row * d->hidden, *own = step->x + row * d->hidden;
         if (post_norm) {
@@ -806,8 +806,9 @@ static void decode(Team *team, float *scratch) {
     meet(team);
     long vocabulary = d->head.parts->rows;
     team_product(team, &d->head, step->x, d->hidden, step->logit_rows, step->logits, vocabulary, 0, scratch);
-    if (d->logit_soft_cap != 0)
-        EACH(row, step->logit_rows) soften(step->logits + row * vocabulary, vocabulary, d->logit_soft_cap);
+    if (d->logit_soft_cap == 0) return;
+    meet(team);
+    EACH(row, step->logit_rows) soften(step->logits + row * vocabulary, vocabulary, d->logit_soft_cap);
 }
 
 /* ---- what `native` calls ---- */
@@ -818,28 +819,44 @@ EXPORT void tidegate_decode(const Decoder *decoder, const Step *step, const Thre
     run_team(&team);
 }
 
+/* `to` = `count` rows of `x` times a projection's rows; without `x`, the values of `count` rows from the first on. */
 typedef struct {
+    const Projection *projection;
     const float *x;
-    int64_t count;
+    int64_t first, count;
     float *to;
-} Product;
+} Task;
 
 static void multiply(Team *team, float *scratch) {
-    const Projection *p = team->arguments[0];
-    const Product *product = team->arguments[1];
-    long rows = 0;
-    for (long part = 0; part < p->count; part++) rows += p->parts[part].rows;
-    team_product(team, p, product->x, p->parts->columns, product->count, product->to, rows, 0, scratch);
+    const Task *task = team->arguments[0];
+    const Projection *p = task->projection;
+    team_product(team, p, task->x, p->parts->columns, task->count, task->to, all_rows(p), 0, scratch);
 }
 
 /* `to` `[count, rows]` = `x` `[count, columns]` times the projection's rows. */
 EXPORT void tidegate_multiply(const Projection *p, const float *x, int64_t count, float *to, const Threads *threads) {
-    Product product = {x, count, to};
-    Team team = {.work = multiply, .arguments = {p, &product}, .threads = threads};
+    Task task = {p, x, 0, count, to};
+    Team team = {.work = multiply, .arguments = {&task}, .threads = threads};
     run_team(&team);
 }
 
-/* The values of rows `[first, first + count)`; `room` holds two floats for each of their groups. */
-EXPORT void tidegate_rows(const Matrix *w, int64_t first, int64_t count, float *room, float *to) {
-    for (int64_t row = first; row < first + count; row++) row_values(w, row, 1, room, to + (row - first) * w->columns);
+static void widen_rows(Team *team, float *scratch) {
+    const Task *task = team->arguments[0];
+    EACH(piece, (task->count + ROWS - 1) / ROWS) {
+        long first = task->first + piece * ROWS, end = first + ROWS, start = 0;
+        if (end > task->first + task->count) end = task->first + task->count;
+        for (const Matrix *w = task->projection->parts; first < end; start += w->rows, w++) {
+            long until = end < start + w->rows ? end : start + w->rows;
+            if (first >= until) continue;
+            row_values(w, first - start, until - first, scratch, task->to + (first - task->first) * w->columns);
+            first = until;
+        }
+    }
+}
+
+/* `to` `[count, columns]` = the values of rows `[first, first + count)`. */
+EXPORT void tidegate_rows(const Projection *p, int64_t first, int64_t count, float *to, const Threads *threads) {
+    Task task = {p, NULL, first, count, to};
+    Team team = {.work = widen_rows, .arguments = {&task}, .threads = threads};
+    run_team(&team);
 }

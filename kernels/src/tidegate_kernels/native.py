@@ -8,8 +8,7 @@ their values, which torch gives where no library was compiled. Called by `transf
 import ctypes
 import hashlib
 import platform
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, pointer
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,12 +28,19 @@ KINDS = {
 """native.c's `kind` of values and of scales."""
 UNSIGNED4 = 6
 BLOCKS = {"q4_k": 7, "q6_k": 8}
+GGUF_TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
+"""Types of a file's tensors that are multiplied here as they are stored."""
+INSTRUCTIONS = {"AVX2": "avx2", "AVX512": "avx512"}
+"""What is compiled, by torch's name for what the CPU has."""
 TILE_ROWS = 4
+"""Rows whose values a thread has at once."""
 MAX_PARTS = 3
 STEP = 16
 """Columns that share a scale are a multiple of it."""
-FEW_ROWS = 96
-"""Rows of `x` up to which fp32 weights are multiplied here; with more of them torch is faster."""
+FEW_ROWS = 320
+"""Rows of `x` up to which products are computed here; with more, torch is as fast with values that are made here."""
+BLOCK_VALUES = 1 << 20
+"""Values made at once for torch."""
 
 
 class Matrix(Structure):
@@ -96,11 +102,9 @@ def file_name(instructions: str, source: bytes) -> str:
 @cache
 def library() -> Library | None:
     """None where there is none for this CPU: torch computes everything then."""
-    instructions = {"AVX2": "avx2", "AVX512": "avx512"}.get(torch.backends.cpu.get_cpu_capability())
-    if instructions is None or platform.machine() != "x86_64":
-        return None
-    path = SOURCE.with_name(file_name(instructions, SOURCE.read_bytes()))
-    if not path.exists():
+    instructions = _instructions()
+    path = None if instructions is None else _path(instructions)
+    if instructions is None or path is None or not path.exists():
         return None
     code = ctypes.CDLL(str(path))
     code.tidegate_multiply.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
@@ -109,6 +113,24 @@ def library() -> Library | None:
     for function in (code.tidegate_multiply, code.tidegate_rows, code.tidegate_decode):
         function.restype = None
     return Library(instructions, code, *_openmp())
+
+
+def why_not() -> str:
+    """Why there is no library, and what to do."""
+    instructions = _instructions()
+    if instructions is None:
+        return "this CPU has no AVX2 instructions"
+    return f"{_path(instructions)} is missing: install the package again where there is a C compiler (gcc, libc6-dev)"
+
+
+def _instructions() -> str | None:
+    if platform.machine() != "x86_64":
+        return None
+    return INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+
+
+def _path(instructions: str) -> Path:
+    return SOURCE.with_name(file_name(instructions, SOURCE.read_bytes()))
 
 
 def _openmp() -> tuple[int | None, int | None]:
@@ -143,17 +165,22 @@ class Native(Weight):
         return self.source.precision
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype and len(x) > FEW_ROWS:
-            return F.linear(x, self.source.values, bias)
-        found = library()
-        assert found is not None
+        if len(x) > FEW_ROWS:
+            return self._multiply_many(x, bias)
         values = x.float().contiguous()
-        rows, columns = self.shape
-        product = torch.empty(len(values), rows)
-        threads, _room = found.threads(scratch_floats(columns))
-        found.code.tidegate_multiply(
-            byref(self.projection), values.data_ptr(), len(values), product.data_ptr(), byref(threads)
-        )
+        product = torch.empty(len(values), self.shape[0])
+        _call("multiply", self.projection, values.data_ptr(), len(values), product, columns=self.shape[1])
+        return finish(product, bias, x.dtype)
+
+    def _multiply_many(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype:
+            return F.linear(x, self.source.values, bias)
+        (rows, columns), values = self.shape, x.float()
+        step = max(1, BLOCK_VALUES // columns)
+        product = torch.empty(len(x), rows)
+        for first in range(0, rows, step):
+            end = min(rows, first + step)
+            torch.mm(values, self.rows(first, end).T, out=product[:, first:end])
         return finish(product, bias, x.dtype)
 
     def select(self, rows: Tensor) -> Weight:
@@ -163,7 +190,9 @@ class Native(Weight):
         return self.source.dequantised(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        return self.source.rows(first, end)
+        values = torch.empty(end - first, self.shape[1])
+        _call("rows", self.projection, first, end - first, values, columns=self.shape[1])
+        return values
 
 
 def laid_out(weight: Weight) -> Weight:
@@ -188,18 +217,15 @@ def projection_of(weight: Weight, bias: Tensor | None = None) -> tuple[Projectio
     return Projection(matrices, len(parts), None if bias is None else bias.data_ptr()), tuple(kept)
 
 
-def row_values(weight: Weight, first: int, count: int) -> Tensor:
-    """Rows `[first, first + count)` in fp32, `[count, columns]`, as native.c makes them."""
-    loaded, found = library(), projection_of(weight)
-    assert loaded is not None and found is not None
-    matrix, columns = found[0].parts[0], weight.shape[1]
-    values, room = torch.empty(count, columns), torch.empty(scratch_floats(columns))
-    loaded.code.tidegate_rows(byref(matrix), first, count, room.data_ptr(), values.data_ptr())
-    return values
+def _call(name: str, projection: Projection, first: int, second: int, to: Tensor, *, columns: int) -> None:
+    found = library()
+    assert found is not None
+    threads, _room = found.threads(scratch_floats(columns))
+    getattr(found.code, f"tidegate_{name}")(byref(projection), first, second, to.data_ptr(), byref(threads))
 
 
 def scratch_floats(columns: int) -> int:
-    """Room for one thread: a tile's rows of so many columns, a scale and a minimum for each group of theirs."""
+    """Room for one thread: values of rows of so many columns, a scale and a minimum for each group of theirs."""
     return TILE_ROWS * (columns + 2 * max(1, columns // STEP))
 
 

@@ -42,11 +42,11 @@ def key(parts: Iterable[str | bytes]) -> str:
 
 
 def key_of_files(paths: Iterable[Path], *, below: Path) -> str:
-    """Key of files by relative name and content; folders are walked, compiled Python and hidden files left out."""
+    """Key of files by relative name and content; folders are walked, what was compiled and hidden files left out."""
     files: set[Path] = set()
     for path in paths:
         files.update([path] if path.is_file() else (found for found in path.rglob("*") if found.is_file()))
-    kept = sorted(file for file in files if file.suffix != ".pyc" and not file.name.startswith("."))
+    kept = sorted(file for file in files if file.suffix not in (".pyc", ".so") and not file.name.startswith("."))
     return key(part for file in kept for part in (str(file.relative_to(below)), file.read_bytes()))
 
 

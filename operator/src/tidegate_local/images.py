@@ -5,6 +5,7 @@ Owns the list and the records of what has been imported. Called by `setup`, and 
 
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ REBUILD_BYTES = 1e9
 """Disk that an image takes whose dependencies have been built before: only the sources are new."""
 _DEPENDENCIES = ("pyproject.toml", "constraints.txt", "engine-image/requirements.py")
 _PROJECT = (*_DEPENDENCIES, "engine-image/src")
-ENGINE = ("engine-image/Dockerfile", *_PROJECT, "kernels/src")
-OPERATOR = ("operator/Dockerfile", *_PROJECT, "operator/src/tidegate_operator")
+COMPILE_KERNELS = "kernels/build_native.py"
+ENGINE = ("engine-image/Dockerfile", *_PROJECT, COMPILE_KERNELS, "kernels/src")
+OPERATOR = ("operator/Dockerfile", *_PROJECT, COMPILE_KERNELS, "operator/src/tidegate_operator")
 IMAGES = (
     Image("modelled", "tidegate.local/engine:modelled", "engine-image/Dockerfile", "modelled", ENGINE, 1e9),
     Image("operator", "tidegate.local/operator:dev", "operator/Dockerfile", "operator", OPERATOR, 2e9),
@@ -98,6 +100,8 @@ def build(names: Sequence[str], progress: activity.Progress) -> None:
                 builder.build_base(step)
         for image in pending:
             with progress.step(f"image {image.short}") as step:
+                # Here, and not in the image: its base has no compiler.
+                activity.run([sys.executable, REPOSITORY / COMPILE_KERNELS], step)
                 _build_one(image, step)
 
 
