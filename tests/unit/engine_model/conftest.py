@@ -9,7 +9,7 @@ import os
 # As `torch_runner` does it, before torch is loaded: two threads that spin for each other make busy machines slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from tidegate_kernels import native
 from tidegate_local import model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, LAYERS, CONTEXT = 72, 9, 3, 8, 96, 2, 256
@@ -157,6 +158,16 @@ def write_tiny_model(tmp_path: Path) -> Callable[..., Path]:
         return write_model(tmp_path / "tiny.gguf", **changes)
 
     return write
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where no C compiler was: torch computes everything."""
+    monkeypatch.setattr(native, "_path", lambda _: Path("/nonexistent/native.so"))
+    native.library.cache_clear()
+    yield
+    monkeypatch.undo()
+    native.library.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -49,15 +49,6 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     native.library.cache_clear()
 
 
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "_path", lambda _: Path("/nonexistent/native.so"))
-    native.library.cache_clear()
-    yield
-    monkeypatch.undo()
-    native.library.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def build_native() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_native", REPOSITORY / "kernels" / "build_native.py")
