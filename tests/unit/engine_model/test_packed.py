@@ -147,7 +147,7 @@ def test_inspect_tells_what_a_model_holds_and_what_it_needs(
         assert kind in found["stored_bytes_by_type"]
         assert found["kv_bytes_per_token"] == {"float32": 384, "bfloat16": 192, "fp8": 144, "int8": 144}
         needed = found["weight_bytes_by_precision"]
-        assert needed["float32"] > 2 * needed["bfloat16"] > 3 * needed["int8"] > 3 * needed["int4"]
+        assert needed["float32"] > 1.9 * needed["bfloat16"] > 2.8 * needed["int8"] > 3 * needed["int4"]
     assert cli.main(["inspect", str(tiny_model)]) == 0
     assert "weights held in" in capsys.readouterr().out
     assert cli.main(["inspect", "/nowhere"]) == 3
