@@ -14,6 +14,7 @@ from tidegate_engine.transformer import Decoder, Layer, Mlp
 from tidegate_kernels import native
 from tidegate_kernels.native import KINDS, Projection
 from tidegate_kernels.reference import Cache, Ragged, rope_tables
+from tidegate_kernels.weight import Weight
 
 MAX_ROWS = 64
 """With more rows torch's attention and activations are as fast, call by call."""
@@ -72,7 +73,8 @@ class NativeDecoder:
 
     def takes(self, batch: Ragged) -> bool:
         """Whether a step is one for this, and not for `forward`."""
-        return len(batch.positions) <= MAX_ROWS
+        rows = len(batch.positions)
+        return rows <= MAX_ROWS and rows * self._columns <= native.FEW_VALUES
 
     def forward(self, token_ids: Tensor, batch: Ragged, *, logits_rows: Tensor) -> Tensor:
         """What `transformer.forward` does, for a batch that this takes."""
@@ -115,7 +117,7 @@ def native_decoder(decoder: Decoder, caches: Sequence[Cache]) -> NativeDecoder |
         return None
     kept: list[object] = []
 
-    def projection(weight: native.Weight, bias: Tensor | None = None) -> Projection:
+    def projection(weight: Weight, bias: Tensor | None = None) -> Projection:
         found = native.projection_of(weight, bias)
         if found is None:
             raise _Unknown

@@ -334,6 +334,8 @@ static void row_values(const Matrix *w, long row, long count, float *room, float
 /* ---- products ---- */
 
 #define ROWS 4
+/* Columns at a time: as many rows of them as are multiplied together stay in a core's nearest cache. */
+#define DEPTH 1024
 #if LANES == 16
 #define WIDTH 6
 #else
@@ -386,6 +388,12 @@ INLINE void single(const float *w, const float *x, long columns, float *to, int 
 /* `to[m * stride + r]` (+)= products of `rows` rows of fp32 `w` with `count` rows of `x`. */
 static void products(const float *w, long w_stride, long rows, const float *x, long x_stride, long count, long columns,
                      float *to, long stride, int adds) {
+    if (count > WIDTH && columns > DEPTH) {
+        for (long from = 0; from < columns; from += DEPTH)
+            products(w + from, w_stride, rows, x + from, x_stride, count, columns - from < DEPTH ? columns - from : DEPTH,
+                     to, stride, adds || from);
+        return;
+    }
     for (; count > 0; x += WIDTH * x_stride, to += WIDTH * stride, count -= WIDTH) {
         long r = 0;
         for (; r + ROWS <= rows; r += ROWS) {

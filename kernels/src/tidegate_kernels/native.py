@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.quantised import Blocks, Groups
-from tidegate_kernels.weight import Dense, Stacked, Weight, finish
+from tidegate_kernels.weight import Dense, Stacked, Weight, finish, multiplies_halves
 
 SOURCE = Path(__file__).with_name("native.c")
 KINDS = {
@@ -37,8 +37,9 @@ TILE_ROWS = 4
 MAX_PARTS = 3
 STEP = 16
 """Columns that share a scale are a multiple of it."""
-FEW_ROWS = 320
-"""Rows of `x` up to which products are computed here; with more, torch is as fast with values that are made here."""
+FEW_VALUES = 1 << 18
+"""Values of `x` up to which products are computed here. More do not stay in a core's cache; torch is faster with them,
+and with the weights' values that are made here."""
 BLOCK_VALUES = 1 << 20
 """Values made at once for torch."""
 
@@ -165,7 +166,9 @@ class Native(Weight):
         return self.source.precision
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) > FEW_ROWS:
+        if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype and _is_torchs(x):
+            return F.linear(x, self.source.values, bias)
+        if x.numel() > FEW_VALUES:
             return self._multiply_many(x, bias)
         values = x.float().contiguous()
         product = torch.empty(len(values), self.shape[0])
@@ -173,8 +176,6 @@ class Native(Weight):
         return finish(product, bias, x.dtype)
 
     def _multiply_many(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype:
-            return F.linear(x, self.source.values, bias)
         (rows, columns), values = self.shape, x.float()
         step = max(1, BLOCK_VALUES // columns)
         product = torch.empty(len(x), rows)
@@ -193,6 +194,11 @@ class Native(Weight):
         values = torch.empty(end - first, self.shape[1])
         _call("rows", self.projection, first, end - first, values, columns=self.shape[1])
         return values
+
+
+def _is_torchs(x: Tensor) -> bool:
+    """Whether torch is faster with weights of the type of `x`."""
+    return x.numel() > FEW_VALUES if x.dtype == torch.float32 else multiplies_halves()
 
 
 def laid_out(weight: Weight) -> Weight:
