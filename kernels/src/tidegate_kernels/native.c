@@ -209,7 +209,7 @@ INLINE void scaled_bytes(const uint8_t *codes, enum kind kind, long columns, lon
     for (long at = 0; at < columns; scales++, minima++) {
         floats scale = broadcast(*scales), minimum = broadcast(*minima);
         UNROLL for (long end = at + group; at < end; at += 2 * LANES) {
-            if (sink->x && at % 64 == 0) fetch(codes + at);
+            if (at % 64 == 0) fetch(codes + at);
             put(sink, 0, at, fused(load_kind(codes, kind, at), scale, minimum));
             if (at + LANES < end) put(sink, 1, at + LANES, fused(load_kind(codes, kind, at + LANES), scale, minimum));
         }
@@ -227,7 +227,7 @@ INLINE void scaled_nibbles(const uint8_t *codes, long half, long run, long halve
         floats low_scale = broadcast(scales[low]), low_minimum = broadcast(minima[low]);
         floats high_scale = broadcast(scales[high]), high_minimum = broadcast(minima[high]);
         UNROLL for (long end = at + run; at < end; at += LANES) {
-            if (sink->x && at % 64 == 0) fetch(codes + at);
+            if (at % 64 == 0) fetch(codes + at);
             whole_numbers bytes = load_bytes(codes + at);
             put(sink, 0, at, fused(low_nibbles(bytes), low_scale, low_minimum));
             put(sink, 1, half + at, fused(high_nibbles(bytes), high_scale, high_minimum));
