@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,7 +32,7 @@ def main() -> None:
     results = []
     for rows in ROWS:
         x = torch.randn(rows, SHAPE[1])
-        own, other = interleaved(lambda x=x: linear(x, ours), lambda x=x: linear(x, theirs), rounds)
+        own, other = interleaved(partial(linear, x, ours), partial(linear, x, theirs), rounds)
         results.append(
             {
                 "rows": rows,

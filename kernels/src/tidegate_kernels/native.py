@@ -40,6 +40,8 @@ STEP = 16
 FEW_VALUES = 1 << 18
 """Values of `x` up to which products are computed here. More do not stay in a core's cache; torch is faster with them,
 and with the weights' values that are made here."""
+FEW_COLUMNS = 1024
+"""Up to so many, bands of rows stay in the cache however many rows there are."""
 BLOCK_VALUES = 1 << 20
 """Values made at once for torch."""
 
@@ -168,7 +170,7 @@ class Native(Weight):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype and _is_torchs(x):
             return F.linear(x, self.source.values, bias)
-        if x.numel() > FEW_VALUES:
+        if x.numel() > FEW_VALUES and x.shape[1] > FEW_COLUMNS:
             return self._multiply_many(x, bias)
         values = x.float().contiguous()
         product = torch.empty(len(values), self.shape[0])

@@ -170,7 +170,8 @@ def test_what_is_no_number_stays_in_its_row_and_stays_none(instructions: str, na
 
 @compiled
 def test_many_rows_are_multiplied_by_torch_with_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FEW_VALUES", 1000)
+    monkeypatch.setattr(native, "FEW_VALUES", 100)
+    monkeypatch.setattr(native, "FEW_COLUMNS", 2)
     monkeypatch.setattr(native, "BLOCK_VALUES", 1000)
     for name, make in WEIGHTS.items():
         weight, x = make(33), draw(40, make(1).shape[1])
