@@ -235,6 +235,16 @@ class View:
     def pods(self) -> list[dict[str, Any]]:
         return self.listed("/api/v1", "pods")
 
+    def is_counted(self, deployment: dict[str, Any]) -> bool:
+        """Whether the Deployment's own controllers are done with it: what they do later would be news."""
+        metadata, wanted = deployment["metadata"], deployment["spec"]["replicas"]
+        pods = [
+            pod for pod in self.listed("/api/v1", "pods") if pod["metadata"]["name"].startswith(f"{metadata['name']}-")
+        ]
+        status = deployment.get("status", {})
+        seen = status.get("observedGeneration") == metadata["generation"]
+        return bool(seen and status.get("replicas", 0) == wanted <= len(pods))
+
     def versions(self) -> dict[str, str]:
         """Resource versions of the objects and everything below them."""
         places = [
@@ -264,8 +274,11 @@ def until_reconciled(view: View, name: str = "model") -> dict[str, Any]:
     return found
 
 
-def until_quiet(operator: Operators) -> float:
-    """Wait until several passes wrote nothing; returns the count of writes."""
+def until_quiet(operator: Operators, view: View) -> float:
+    """Wait until the controllers have made all pods and several passes wrote nothing; returns the count of writes."""
+    until(
+        lambda: all(map(view.is_counted, view.listed("/apis/apps/v1", "deployments"))), "all pods are made and counted"
+    )
     seen = {"writes": -1.0, "passes": 0.0}
 
     def is_quiet() -> bool:
@@ -303,7 +316,7 @@ def test_at_rest_nothing_is_written_over_several_resyncs(operator: Operators, ma
     make("other", autoscaling={"mode": "Auto", "maxReplicas": 3, "syncPeriodSeconds": 1})
     until_reconciled(view)
     until_reconciled(view, "other")
-    writes = until_quiet(operator)
+    writes = until_quiet(operator, view)
     versions, passes = view.versions(), operator.passes()
     until(lambda: operator.passes() >= passes + 12, "a dozen more passes", seconds=120)
     assert operator.writes() == writes
@@ -317,7 +330,7 @@ def test_told_to_end_it_does_so_well_and_the_next_one_writes_nothing(
     operators.wait_until_ready()
     make(autoscaling=OFTEN)
     until_reconciled(view)
-    until_quiet(operators)
+    until_quiet(operators, view)
     versions, events = view.versions(), view.events()
     process.terminate()
     assert process.wait(20) == 0
@@ -433,7 +446,7 @@ def test_killed_in_the_middle_it_converges_without_doing_anything_twice(
     for name in names:
         until_reconciled(view, name)
     until(lambda: len(view.pods()) == len(names), "a pod each")
-    until_quiet(operators)
+    until_quiet(operators, view)
     deployments = view.listed("/apis/apps/v1", "deployments")
     assert {item["metadata"]["name"]: item["metadata"]["generation"] for item in deployments} == dict.fromkeys(names, 1)
     assert len(view.listed("/api/v1", "pods")) == len(names)
@@ -448,7 +461,7 @@ def test_two_operators_at_once_agree_and_come_to_rest(operators: Operators, make
         make(f"model-{number}", autoscaling=OFTEN)
     for number in range(4):
         until_reconciled(view, f"model-{number}")
-    until_quiet(operators)
+    until_quiet(operators, view)
     versions, passes = view.versions(), operators.passes()
     until(lambda: operators.passes() >= passes + 8, "more passes")
     assert view.versions() == versions
@@ -486,7 +499,7 @@ def test_a_quota_that_is_used_up_is_told(operator: Operators, make: Make, view: 
 def test_events_tell_changes_only(operator: Operators, make: Make, view: View) -> None:
     make(autoscaling={"mode": "Auto", "minReplicas": 2, "maxReplicas": 3, "syncPeriodSeconds": 1})
     until_reconciled(view)
-    until_quiet(operator)
+    until_quiet(operator, view)
     events, passes = view.events(), operator.passes()
     assert len(events) == len(set(events))
     until(lambda: operator.passes() >= passes + 5, "more passes")

@@ -345,6 +345,22 @@ def test_a_memory_that_cannot_be_read_is_none(memory: object) -> None:
     assert status.memory_of({"autoscaling": {"memory": memory}}) == {}
 
 
+def test_metrics_that_are_missing_are_an_event_only_when_they_were_there() -> None:
+    def told(before: MetricsState | None) -> list[str]:
+        first = build(seen(pod(), metrics_state=before)) if before else {}
+        later = build(seen(pod(), metrics_state=MetricsState.ABSENT), previous=first)
+        return [event.reason for event in status.events(first, later) if event.reason.startswith("Metrics")]
+
+    assert told(None) == []
+    assert told(MetricsState.FRESH) == ["MetricsMissing"]
+
+
+def test_an_event_always_says_something() -> None:
+    broken = build(seen(pod(phase=ReplicaPhase.CRASH_LOOPING, message="it fell")))
+    mended = build(seen(pod()), previous=broken)
+    assert all(event.message for event in status.events(broken, mended))
+
+
 # --- decisions and Events ------------------------------------------------------------------------------------------
 
 

@@ -366,14 +366,20 @@ def load_text() -> str:
 
 
 def keep_text(reached: Access) -> str:
-    where = f"--context={reached.context}" if reached.context else f"--kubeconfig={reached.kubeconfig}"
-    kubectl = f"{reached.kubectl_argv[0]} {where} --namespace={NAMESPACE}"
-    end = (
-        f"helm --kube-context={reached.context} uninstall {RELEASE} --namespace={NAMESPACE}"
-        if reached.context
-        else f"{sys.argv[0]} down --name {CLUSTER_NAME}"
-    )
+    folder = Path(sys.argv[0]).parent
+    if reached.context:
+        use = f"kubectl config use-context {reached.context}"
+        end = f"helm uninstall {RELEASE} --namespace={NAMESPACE}"
+    else:
+        use = f'eval "$({sys.argv[0]} kubeconfig --name {CLUSTER_NAME})"'
+        end = f"{sys.argv[0]} down --name {CLUSTER_NAME}"
+    kubectl = f"{reached.kubectl_argv[0]} --namespace={NAMESPACE}"
     return (
-        f"Kept. Look around with:\n  {kubectl} get lld\n  {kubectl} describe lld {TIDE}\n"
-        f"  {kubectl} port-forward service/{CHAT} 8000:{demo_objects.SERVICE_PORT}\nEnd it with:\n  {end}"
+        f"Kept. Point this shell at it, and look around:\n  {use}\n"
+        f"  {kubectl} get lld\n"
+        f"  {kubectl} describe lld {TIDE}\n"
+        f"  {kubectl} get lld {TIDE} --output=json | {folder / 'tidegate'} explain\n"
+        f"  {kubectl} logs deployment/{RELEASE}\n"
+        f"  {kubectl} port-forward service/{CHAT} 8000:{demo_objects.SERVICE_PORT} & curl localhost:8000/v1/models\n"
+        f"End it with:\n  {end}"
     )

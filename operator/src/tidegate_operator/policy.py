@@ -628,13 +628,13 @@ def conclude(context: Context) -> Decision:
 def _sentence(context: Context) -> str:
     current, replicas = context.current, context.replicas
     parts = []
-    if context.tuning.message:
-        parts.append(context.tuning.message)
     if replicas != current:
         parts.append(
             f"{current} → {replicas} replicas: {context.message}" if context.message else f"{replicas} replicas"
         )
-    elif context.message:
+    if context.tuning.message:
+        parts.append(context.tuning.message)
+    if replicas == current and context.message:
         parts.append(context.message)
     if context.bounded_by:
         parts.append(f"bounded by {', '.join(context.bounded_by)}")

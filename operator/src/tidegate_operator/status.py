@@ -174,7 +174,9 @@ def events(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Even
         flipped = old.get("status") != new["status"]
         if new["status"] == good:
             if flipped and (kind is ConditionType.READY or _inverse(good) == old.get("status")):
-                found.append(Event("Normal", new["reason"], new["message"]))
+                found.append(Event("Normal", new["reason"], new["message"] or f"{kind} no more"))
+        elif new["reason"] == Reason.METRICS_MISSING and old.get("status") != "True":
+            continue  # Pods that have just become ready have given none yet.
         elif new["reason"] not in _EXPECTED_REASONS and (flipped or old.get("reason") != new["reason"]):
             found.append(Event("Warning", new["reason"], new["message"]))
     known = _decisions(previous)

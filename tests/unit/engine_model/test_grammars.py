@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ class RandomModel:
 
     def _logits(self, item: StepItem, count: int) -> torch.Tensor:
         known = [*item.request.output_ids, *item.drafts[:count]]
-        seed = hash((item.request.id, tuple(known[-2:]))) % 2**32
+        # Not `hash`: that of a text is another one in every process.
+        seed = zlib.crc32(repr((item.request.id, known[-2:])).encode())
         return torch.randn(self.width, generator=torch.Generator().manual_seed(seed)) * 3
 
 
