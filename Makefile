@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 WORKERS ?= -n 2 --no-loadscope-reorder
 
-.PHONY: help demo test prove bench lint generate clean
+.PHONY: help demo test prove bench bench-engine lint generate clean
 
 help: ## This list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
 
 demo: $(VENV)/.local ## From nothing to a served, rescaled model on a local cluster (KEEP=1 keeps it, CONTEXT=name uses yours)
 	@$(BIN)/tidegate-local demo $(if $(KEEP),--keep) $(if $(CONTEXT),--context "$(CONTEXT)") $(DEMO_ARGS)
@@ -28,6 +28,9 @@ prove: $(VENV)/.dev ## The fuzzers and soaks of the tests with their full number
 bench: $(VENV)/.dev ## Speed, as ratios within one run
 	@$(BIN)/tidegate-local setup --images ""
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+bench-engine: $(VENV)/.dev ## Our engine beside transformers, llama.cpp and vLLM on this CPU (installs them once, beside the caches)
+	@$(BIN)/python tests/bench/compare_engines.py $(BENCH_ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The load generator: its plan, its meter, and a real exchange with an aiohttp server in this process."""
+"""The load generator: its plan, and a real exchange with an aiohttp server in this process."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import random
 import pytest
 from aiohttp import web
 
+from tidegate_engine.load_client import Endpoint
 from tidegate_local import load
 
 SHORT = load.TrafficClass("short", (10, 20), (2, 4))
@@ -52,22 +53,6 @@ def test_prompts_have_the_asked_length_and_share_no_prefix() -> None:
     assert len({prompt[:16] for prompt in prompts}) == 3
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_are_counted_however_the_bytes_are_cut(size: int) -> None:
-    stream = b'data: {"a":1}\n\n' * 5 + b"data: [DONE]\n\n"
-    meter = load.StreamMeter()
-    for start in range(0, len(stream), size):
-        meter.feed(stream[start : start + size], now=float(start))
-    assert meter.events == 6
-    assert meter.done
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert load.percentile([], 95) is None
-    assert load.percentile([3.0], 95) == 3.0
-    assert load.percentile([float(n) for n in range(1, 101)], 95) == 95.0
-
-
 async def answer(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     tokens = body["max_tokens"]
@@ -105,7 +90,7 @@ async def exchange(output_tokens: int) -> tuple[list[load.Outcome], list[dict[st
     records: list[dict[str, object]] = []
     outcomes = await load.run(
         (load.Phase("p", 0.2, 40, (kind,)),),
-        load.Endpoint(f"http://127.0.0.1:{port}", "m", timeout_seconds=5),
+        Endpoint(f"http://127.0.0.1:{port}", "m", timeout_seconds=5),
         seed=3,
         report=records.append,
     )
@@ -135,7 +120,7 @@ def test_every_kind_of_failure_is_counted_as_one(output_tokens: int, failure: st
 
 
 def test_a_refused_connection_is_a_failure_not_an_exception() -> None:
-    endpoint = load.Endpoint("http://127.0.0.1:9", "m", timeout_seconds=2)
+    endpoint = Endpoint("http://127.0.0.1:9", "m", timeout_seconds=2)
     outcomes = asyncio.run(
         load.run((load.Phase("p", 0.1, 50, (SHORT,)),), endpoint, seed=1, report=lambda record: None)
     )

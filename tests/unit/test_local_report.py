@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tidegate_engine import charts
 from tidegate_local import report, verdict
 from tidegate_local.load import Outcome
 from tidegate_local.recording import (
@@ -208,7 +209,7 @@ def test_unknown_values_break_the_line_instead_of_falling_to_zero() -> None:
 
 @pytest.mark.parametrize(("rough", "step"), [(0, 1), (0.3, 0.5), (1, 1), (1.01, 2), (7, 10), (34, 50)])
 def test_axis_steps_are_round(rough: float, step: float) -> None:
-    assert report.nice_step(rough) == pytest.approx(step)
+    assert charts.nice_step(rough) == pytest.approx(step)
 
 
 def test_a_pod_is_read_from_the_api_servers_json() -> None:

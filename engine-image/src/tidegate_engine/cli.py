@@ -16,6 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tidegate_engine.bench_command import DESCRIPTION as BENCH_DESCRIPTION
+from tidegate_engine.bench_command import EPILOG as BENCH_EPILOG
+from tidegate_engine.bench_command import BenchError, EngineHere, add_bench_flags, refuse_with_url, run_bench
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
@@ -82,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _inspect(args)
         if args.command == "pack":
             return _pack(args)
+        if args.command == "bench":
+            return _bench(args)
         return _serve(args)
-    except ConfigError as error:
+    except (ConfigError, BenchError) as error:
         return _fail(str(error), EXIT_CONFIG)
     except ModelError as error:
         return _fail(str(error), EXIT_MODEL)
@@ -93,19 +98,12 @@ def _serve(args: argparse.Namespace) -> int:
     if args.enable_auto_tool_choice and args.tool_call_parser is None:
         logger.info("--enable-auto-tool-choice: the format of tool calls is recognised from the chat template")
     try:
-        from tidegate_engine.serve import Model, ServeError, ServeOptions, run
+        from tidegate_engine.serve import ServeError, ServeOptions, run
     except ImportError as error:
         raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
 
-    model: Model
-    if args.runner == "modelled":
-        profile = _read_profile(args)
-        names, model = args.served_model_name or [profile.name], _modelled(args, profile)
-    else:
-        if args.model is None:
-            raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
-        precision = _read_precision(args)
-        names, model = args.served_model_name or [Path(args.model).stem], _computed(args, precision)
+    name, model = _read_model(args)
+    names = args.served_model_name or [name]
     settings = _read_settings(args)
     options = ServeOptions(
         host=args.host,
@@ -132,6 +130,16 @@ def _serve(args: argparse.Namespace) -> int:
         return run(options, model)
     except ServeError as error:
         return _fail(str(error), error.exit_code)
+
+
+def _read_model(args: argparse.Namespace) -> tuple[str, "Model"]:
+    """The model's own name, and how to load it."""
+    if args.runner == "modelled":
+        profile = _read_profile(args)
+        return profile.name, _modelled(args, profile)
+    if args.model is None:
+        raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
+    return Path(args.model).stem, _computed(args, _read_precision(args))
 
 
 def _modelled(args: argparse.Namespace, profile: Profile) -> "Model":
@@ -348,6 +356,30 @@ def _pack(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    refuse_with_url(args, args.engine_flags)
+    del args.engine_flags
+
+    def load() -> EngineHere:
+        from tidegate_engine.engine import build_engine
+
+        _, model = _read_model(args)
+        runner, on_idle = model.load_runner()
+        engine = build_engine(
+            runner,
+            _read_settings(args),
+            prefix_caching=args.enable_prefix_caching,
+            speculation=_read_speculation(args),
+            on_idle=on_idle,
+        )
+        return EngineHere(engine, model.load_tokenizer().encode)
+
+    try:
+        return run_bench(args, load)
+    except ImportError as error:
+        raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
+
+
 def _fail(sentence: str, exit_code: int) -> int:
     one_line = " ".join(sentence.split())
     print(one_line, file=sys.stderr, flush=True)
@@ -414,6 +446,16 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     _add_precision_flags(pack)
     pack.set_defaults(kv_cache_dtype="auto")
+    bench = commands.add_parser(
+        "bench", help="measure a server or a model: latencies, throughput, goodput", allow_abbrev=False,
+        description=BENCH_DESCRIPTION, epilog=BENCH_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_bench_flags(bench)
+    here = bench.add_argument_group("an engine in this process, without --url; as for serve")
+    _add_runner_flags(here)
+    _add_memory_flags(here)
+    _add_settings_flags(here)
+    bench.set_defaults(engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"])
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -438,6 +480,10 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use; default: the file's"
     )
+    _add_runner_flags(group)
+
+
+def _add_runner_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--runner", choices=("torch", "modelled"), default="torch",
         help="torch computes the model; modelled takes as long as the GPU of --profile would and makes up the text",

@@ -98,7 +98,7 @@ def tide(images: Images, *, gpus: int) -> Manifest:
 
 
 def load_objects(images: Images) -> list[Manifest]:
-    """A pod that sends the load, and the ConfigMap with its program: one file, which needs nothing but aiohttp."""
+    """A pod that sends the load, and the ConfigMap with its program: one file beside what the operator's image has."""
     program = Path(load.__file__).read_text()
     command = ["python3", "-u", "/load/load.py", f"--url=http://{TIDE}:{SERVICE_PORT}", f"--model={TIDE}"]
     return [

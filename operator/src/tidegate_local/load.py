@@ -1,7 +1,8 @@
 """An open-loop load generator for OpenAI endpoints: Poisson arrivals in phases, streamed completions, honest outcomes.
 
-Owns planning, sending and measuring; knows nothing of Kubernetes. Needs aiohttp only, so that the demo can mount this
-one file into a pod: `python load.py --url URL --phases FILE --out FILE`. A late or failed request stays in the record.
+Owns the plan and the record; sending is the engine's `load_client`. Knows nothing of Kubernetes. The demo mounts this
+file into a pod of the operator's image: `python load.py --url URL --phases FILE --out FILE`. A late or failed request
+stays in the record.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
 
-TAIL_BYTES = 4096
-"""How much of a stream's end is kept: its last events hold the usage, or the error."""
+from tidegate_engine.load_client import Endpoint, open_session, percentile, send
+
+CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,6 @@ class PlannedRequest:
     traffic_class: str
     input_tokens: int
     output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the requests go and how a prompt of n tokens is made."""
-
-    url: str
-    model: str
-    characters_per_token: int = 4
-    timeout_seconds: float = 300.0
-    api_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,140 +153,54 @@ def plan(phases: Sequence[Phase], rng: random.Random) -> list[PlannedRequest]:
     return planned
 
 
-class StreamMeter:
-    """Counts server-sent events and their gaps by looking at bytes only; JSON is read once, at the end."""
-
-    def __init__(self) -> None:
-        self.events = 0
-        self.first_at: float | None = None
-        self.last_at: float | None = None
-        self.longest_gap_seconds = 0.0
-        self._tail = b""
-
-    def feed(self, chunk: bytes, now: float) -> None:
-        ended = chunk.count(b"\n\n")
-        if self._tail.endswith(b"\n") and chunk.startswith(b"\n"):
-            ended += 1
-        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-        if not ended:
-            return
-        self.events += ended
-        if self.first_at is None:
-            self.first_at = now
-        elif self.last_at is not None:
-            self.longest_gap_seconds = max(self.longest_gap_seconds, now - self.last_at)
-        self.last_at = now
-
-    def last_events(self) -> list[dict[str, object]]:
-        """The JSON events in the kept tail, in order; a first one that was cut is left out."""
-        found: list[dict[str, object]] = []
-        for part in self._tail.split(b"\n\n"):
-            if not part.startswith(b"data: {"):
-                continue
-            try:
-                event = json.loads(part[6:])
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                found.append(event)
-        return found
-
-    @property
-    def done(self) -> bool:
-        return self._tail.rstrip().endswith(b"data: [DONE]")
-
-
-def finish(outcome: Outcome, meter: StreamMeter, *, began: float) -> Outcome:
-    """Complete `outcome` from a stream that has ended; `began` is the planned arrival on the meter's clock."""
-    failure: str | None = None if meter.done else "cut: the stream ended without [DONE]"
-    tokens = prompt_tokens = reason = None
-    for event in meter.last_events():
-        if isinstance(event.get("error"), dict):
-            failure = f"error in the stream: {json.dumps(event['error'])[:200]}"
-        usage = event.get("usage")
-        if isinstance(usage, dict):
-            tokens, prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        choices = event.get("choices")
-        if isinstance(choices, list) and choices and choices[0].get("finish_reason"):
-            reason = choices[0]["finish_reason"]
-    if failure is None and meter.first_at is None:
-        failure = "empty: the stream had no event"
-    first, last = meter.first_at, meter.last_at
-    itl = None
-    if first is not None and last is not None and isinstance(tokens, int) and tokens > 1:
-        itl = (last - first) / (tokens - 1)
-    return replace(
-        outcome,
-        ttft_seconds=None if first is None else first - began,
-        itl_mean_seconds=itl,
-        longest_gap_seconds=meter.longest_gap_seconds if meter.events > 1 else None,
-        e2e_seconds=None if last is None else last - began,
-        output_tokens=tokens if isinstance(tokens, int) else None,
-        prompt_tokens_counted=prompt_tokens if isinstance(prompt_tokens, int) else None,
-        finish_reason=reason,
-        failure=failure,
-    )
-
-
 def prompt_text(request: PlannedRequest, *, seed: int, characters_per_token: int) -> str:
     """A prompt that shares no prefix with another, so that a prefix cache cannot answer for it."""
     characters = max(1, request.input_tokens * characters_per_token)
     return random.Random(seed * 1_000_003 + request.index).randbytes(characters // 2 + 1).hex()[:characters]
 
 
-async def send(
-    session: aiohttp.ClientSession, endpoint: Endpoint, request: PlannedRequest, *, seed: int, began: float
+async def follow(
+    session: aiohttp.ClientSession, endpoint: Endpoint, request: PlannedRequest, *, prompt: str, began: float
 ) -> Outcome:
-    """Send one request now and follow its stream to the end. Network and HTTP errors become the outcome's failure."""
+    """Send `request` now and follow its stream to the end; `began` is the load's start in monotonic seconds."""
     now = time.monotonic()
     due = began + request.at_seconds
-    outcome = Outcome(
+    arrived_at = time.time() - (now - due)
+    answer = await send(session, endpoint, prompt, output_tokens=request.output_tokens, due=due)
+    return Outcome(
         index=request.index,
         phase=request.phase,
         traffic_class=request.traffic_class,
         input_tokens=request.input_tokens,
         output_tokens_asked=request.output_tokens,
-        arrived_at=time.time() - (now - due),
+        arrived_at=arrived_at,
         lag_seconds=max(0.0, now - due),
+        ttft_seconds=answer.ttft_seconds,
+        itl_mean_seconds=answer.tpot_seconds,
+        longest_gap_seconds=max(answer.gaps_seconds, default=None),
+        e2e_seconds=answer.e2e_seconds,
+        output_tokens=answer.output_tokens,
+        prompt_tokens_counted=answer.prompt_tokens,
+        finish_reason=answer.finish_reason,
+        failure=answer.failure,
     )
-    body = {
-        "model": endpoint.model,
-        "prompt": prompt_text(request, seed=seed, characters_per_token=endpoint.characters_per_token),
-        "max_tokens": request.output_tokens,
-        "min_tokens": request.output_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {} if endpoint.api_key is None else {"Authorization": f"Bearer {endpoint.api_key}"}
-    meter = StreamMeter()
-    try:
-        async with session.post(f"{endpoint.url}/v1/completions", json=body, headers=headers) as response:
-            if response.status != 200:
-                text = (await response.text())[:200]
-                return replace(outcome, failure=f"HTTP {response.status}: {text}")
-            async for chunk in response.content.iter_any():
-                meter.feed(chunk, time.monotonic())
-    except TimeoutError:
-        return replace(finish(outcome, meter, began=due), failure=f"no end within {endpoint.timeout_seconds:.0f} s")
-    except aiohttp.ClientError as error:
-        return replace(finish(outcome, meter, began=due), failure=f"{type(error).__name__}: {error}")
-    return finish(outcome, meter, began=due)
 
 
 async def run(
-    phases: Sequence[Phase], endpoint: Endpoint, *, seed: int, report: Callable[[dict[str, object]], None]
+    phases: Sequence[Phase],
+    endpoint: Endpoint,
+    *,
+    seed: int,
+    report: Callable[[dict[str, object]], None],
+    characters_per_token: int = CHARACTERS_PER_TOKEN,
 ) -> list[Outcome]:
     """Send the whole plan and wait for every stream's end; `report` gets a record per phase, request and the end."""
     planned = plan(phases, random.Random(seed))
-    # One connection a request: a kept one would pin the load to the replicas of the first minute.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=endpoint.timeout_seconds)
     outcomes: list[Outcome] = []
 
-    async def follow(request: PlannedRequest) -> None:
-        outcome = await send(session, endpoint, request, seed=seed, began=began)
+    async def send_one(request: PlannedRequest) -> None:
+        prompt = prompt_text(request, seed=seed, characters_per_token=characters_per_token)
+        outcome = await follow(session, endpoint, request, prompt=prompt, began=began)
         outcomes.append(outcome)
         report({"kind": "request", **asdict(outcome)})
 
@@ -307,23 +212,16 @@ async def run(
             starts += phase.seconds
         await asyncio.sleep(max(0.0, began + starts - time.monotonic()))
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    # One connection a request: a kept one would pin the load to the replicas of the first minute.
+    async with open_session(endpoint, keep_alive=False) as session:
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(announce())
             for request in planned:
                 await asyncio.sleep(max(0.0, began + request.at_seconds - time.monotonic()))
-                tasks.create_task(follow(request))
+                tasks.create_task(send_one(request))
     report({"kind": "end", "at": time.time(), "summary": asdict(summarise(outcomes))})
     return outcomes
-
-
-def percentile(values: Iterable[float], percent: float) -> float | None:
-    """The smallest value that at least `percent` % of the values do not exceed; None of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return ordered[max(0, -(-len(ordered) * percent // 100).__trunc__() - 1)]
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:
@@ -359,7 +257,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--phases", required=True, type=Path, help="JSON file with the phases")
     parser.add_argument("--out", default="-", help="file for one JSON record a line; - is standard output")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--characters-per-token", type=int, default=4)
+    parser.add_argument("--characters-per-token", type=int, default=CHARACTERS_PER_TOKEN)
     parser.add_argument("--timeout-seconds", type=float, default=300.0, help="per request, from its sending")
     parser.add_argument("--api-key")
     return parser
@@ -376,7 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     endpoint = Endpoint(
         url=arguments.url.rstrip("/"),
         model=arguments.model,
-        characters_per_token=arguments.characters_per_token,
         timeout_seconds=arguments.timeout_seconds,
         api_key=arguments.api_key,
     )
@@ -386,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             out.write(json.dumps(record) + "\n")
             out.flush()
 
-        outcomes = asyncio.run(run(phases, endpoint, seed=arguments.seed, report=report))
+        characters_per_token = arguments.characters_per_token
+        outcomes = asyncio.run(
+            run(phases, endpoint, seed=arguments.seed, report=report, characters_per_token=characters_per_token)
+        )
     return 1 if any(outcome.failure is not None for outcome in outcomes) else 0
 
 
