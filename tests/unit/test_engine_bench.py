@@ -255,7 +255,7 @@ async def test_errors_are_told_by_kind_and_by_the_exit_code(start_engine: StartE
 
 
 async def test_an_engine_in_this_process_is_measured_and_ctrl_c_shows_what_there_is(fast_profile_file: Path) -> None:
-    here = ("--runner", "modelled", "--profile", str(fast_profile_file), "--model", "none", "--json", "-")
+    here = ("--runner", "modelled", "--profile", str(fast_profile_file), "--json", "-")
     code, out, err = await bench(*here, "--isl", "50", "--osl", "9", "--concurrency", "4", "--num-prompts", "8")
     assert code == 0, err
     figures = json.loads(out)

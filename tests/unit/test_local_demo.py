@@ -94,7 +94,7 @@ def test_the_load_pod_carries_the_program_and_phases_that_it_can_read() -> None:
     config, pod = demo_objects.load_objects(demo_objects.Images())
     assert load.parse_phases(json.loads(config["data"]["phases.json"])) == demo_objects.PHASES
     compile(config["data"]["load.py"], "load.py", "exec")
-    assert "tidegate_" not in config["data"]["load.py"]
+    assert "tidegate_local" not in config["data"]["load.py"]
     assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
 
 

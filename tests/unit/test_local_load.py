@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 from aiohttp import web
@@ -12,6 +14,14 @@ from tidegate_local import load
 
 SHORT = load.TrafficClass("short", (10, 20), (2, 4))
 LONG = load.TrafficClass("long", (2000, 3000), (5, 6), share=3.0)
+
+
+def test_the_file_runs_in_the_operators_image_which_has_neither_the_demo_nor_a_server() -> None:
+    command = f"import runpy, sys; runpy.run_path({load.__file__!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"tidegate_local", "torch", "fastapi", "uvicorn", "orjson", "openai", "rich"}
+    assert "aiohttp" in loaded
 
 
 def phase(name: str, seconds: float, rate: float) -> load.Phase:

@@ -174,7 +174,7 @@ def run_bench(args: argparse.Namespace, load_engine: Callable[[], EngineHere]) -
 
 def _options(args: argparse.Namespace) -> Mapping[str, object]:
     """What was asked for, without secrets and what was left unsaid; refuses what contradicts itself."""
-    if args.url is None and args.model is None:
+    if args.url is None and args.model is None and args.runner == "torch":
         raise BenchError("FlagsInvalid", "give --url of a server, or --model with a file to measure it in this process")
     if args.rate is not None and args.concurrency is not None:
         raise BenchError(

@@ -448,6 +448,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.set_defaults(kv_cache_dtype="auto")
     bench = commands.add_parser(
         "bench", help="measure a server or a model: latencies, throughput, goodput", allow_abbrev=False,
+        usage="%(prog)s (--url URL | --model FILE) [options]",
         description=BENCH_DESCRIPTION, epilog=BENCH_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_bench_flags(bench)
