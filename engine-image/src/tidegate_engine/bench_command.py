@@ -174,7 +174,7 @@ def run_bench(args: argparse.Namespace, load_engine: Callable[[], EngineHere]) -
 
 def _options(args: argparse.Namespace) -> Mapping[str, object]:
     """What was asked for, without secrets and what was left unsaid; refuses what contradicts itself."""
-    if args.url is None and args.model is None and args.runner == "torch":
+    if args.url is None and args.model is None and args.runner != "modelled":
         raise BenchError("FlagsInvalid", "give --url of a server, or --model with a file to measure it in this process")
     if args.rate is not None and args.concurrency is not None:
         raise BenchError(
@@ -183,12 +183,13 @@ def _options(args: argparse.Namespace) -> Mapping[str, object]:
         )
     if args.rate is not None and args.trace is not None:
         raise BenchError("FlagsInvalid", "a trace has its own arrivals; use --speed in place of --rate")
+    unsaid = {"command", "api_key", *(("rate", "isl", "osl", "burstiness") if args.trace is not None else ())}
     known = {name: value for name, value in vars(args).items() if value not in (None, [], False, math.inf)}
-    return {name: _plain(value) for name, value in known.items() if name not in ("command", "api_key")}
+    return {name: _plain(value) for name, value in known.items() if name not in unsaid}
 
 
 def _plain(value: object) -> object:
-    return value if isinstance(value, (str, int, float, bool)) else str(value)
+    return value if isinstance(value, (str, int, float, bool, list)) else str(value)
 
 
 def _requests(args: argparse.Namespace) -> tuple[Iterator[PlannedRequest], int]:
@@ -304,12 +305,16 @@ class Progress:
 
 
 def refuse_with_url(args: argparse.Namespace, engine_flags: Sequence[argparse.Action]) -> None:
-    """A server was started with flags of its own. Raises BenchError."""
+    """A server was started with flags of its own: with --url, forget those of an engine here. Raises BenchError."""
+    if args.url is None:
+        return
     given = [action.option_strings[0] for action in engine_flags if getattr(args, action.dest) != action.default]
-    if args.url is not None and given:
+    if given:
         raise BenchError(
             "FlagsInvalid", f"{', '.join(given)} has no effect on the server at --url; give it to the server"
         )
+    for action in engine_flags:
+        setattr(args, action.dest, None)
 
 
 def _write(path: Path, content: str) -> None:
