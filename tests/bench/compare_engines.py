@@ -2,7 +2,8 @@
 
 `make bench-engine`. The peers: transformers (static batches, this environment), llama.cpp and vLLM, each installed once
 into a virtual environment of its own in the cache; one that cannot be is printed with the reason. All servers are up
-at once, and all but the measured one are stopped by a signal; they take turns, in another order every round.
+at once, and all but the measured one are stopped by a signal; they take turns, in another order every round. Beside
+each figure stands the CPU time that the server took for it, which other processes disturb less.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import urllib.request
 import venv
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,14 @@ class Engine:
     name: str
     prepare: Callable[[], Sequence[str]]
     extra_env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One figure of one engine in one round, and the CPU time of its server meanwhile, warm-ups included."""
+
+    figure: float
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,14 @@ class Running:
 
     url: str
     group: int
+
+    def cpu_seconds(self) -> float:
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has just ended
+                fields = path.read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == self.group else 0
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -322,17 +339,19 @@ def convert_to_fp32_gguf(target: Path) -> None:
 # --- measuring
 
 
-def measure_rounds(measure: Measure, running: Mapping[str, Running], rounds: int) -> dict[str, list[float]]:
+def measure_rounds(measure: Measure, running: Mapping[str, Running], rounds: int) -> dict[str, list[Sample]]:
     """A figure of each engine and round."""
     names = [name for name in measure.engines if name in running]
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[Sample]] = {name: [] for name in names}
     for number in range(1, rounds + 1):
         for name in names if number % 2 else names[::-1]:
+            before = running[name].cpu_seconds()
             with running[name].awake():
                 result = bench(running[name].url, measure.flags, seed=number)
-            found[name].append(measure.figure(result))
-            load, figure = os.getloadavg()[0], found[name][-1]
-            print(f"{measure.name}, round {number}: {name} {figure:.1f} {measure.unit}, load {load:.1f}", flush=True)
+            sample = Sample(measure.figure(result), running[name].cpu_seconds() - before)
+            found[name].append(sample)
+            seen = f"{sample.figure:.1f} {measure.unit}, {sample.cpu_seconds:.1f} s of CPU"
+            print(f"{measure.name}, round {number}: {name} {seen}, load {os.getloadavg()[0]:.1f}", flush=True)
             if result["failed"] or result["warnings"]:
                 print(f"  {result['errors']} {result['warnings']}", flush=True)
     return found
@@ -348,21 +367,25 @@ def bench(url: str, flags: Sequence[str], *, seed: int) -> dict[str, float]:
     return found
 
 
-def print_table(measure: Measure, found: Mapping[str, Sequence[float]]) -> None:
+def print_table(measure: Measure, found: Mapping[str, Sequence[Sample]]) -> None:
     better = "higher" if measure.higher_is_better else "lower"
     print(f"\n## {measure.name} ({measure.unit}; {better} is better)\n")
-    print(f"| engine | median of {len(next(iter(found.values())))} | ours fp32 / it | ours Q4_1 / it | goal |")
-    print("|---|---|---|---|---|")
+    head = "ours fp32 / it | ours Q4_1 / it | its CPU / ours fp32 | its CPU / ours Q4_1"
+    print(f"| engine | median of {len(next(iter(found.values())))} | {head} | goal |")
+    print("|---|---|---|---|---|---|---|")
     peers = [name for name in found if not name.startswith(OURS)]
     pick = max if measure.higher_is_better else min
-    best = pick(peers, key=lambda name: statistics.median(found[name]), default=None)
-    for name, values in found.items():
-        ratios = {ours: ratio(found[ours], values) for ours in found if ours.startswith(OURS)}
+    figures = {name: [sample.figure for sample in samples] for name, samples in found.items()}
+    cpu = {name: [sample.cpu_seconds for sample in samples] for name, samples in found.items()}
+    best = pick(peers, key=lambda name: statistics.median(figures[name]), default=None)
+    for name, values in figures.items():
+        ratios = {ours: ratio(figures[ours], values) for ours in found if ours.startswith(OURS)}
+        cpu_ratios = [ratio(cpu[name], cpu[ours]) for ours in ratios]
         goal = measure.goals.get(name, measure.goals.get("best") if name == best else None)
-        cells = [f"{ratios[ours]:.2f}" for ours in ratios]
+        cells = [f"{value:.2f}" for value in (*ratios.values(), *cpu_ratios)]
         median, goal_cell = statistics.median(values), verdict(measure, name, goal, ratios)
         print(f"| {name} | {median:.1f} | {' | '.join(cells)} | {goal_cell} |")
-    result = {"bench": "compare_engines", "measure": measure.name, "unit": measure.unit, "values": found}
+    result = {"bench": "compare_engines", "measure": measure.name, "unit": measure.unit, "values": figures}
     print("\n" + json.dumps(result), flush=True)
 
 
