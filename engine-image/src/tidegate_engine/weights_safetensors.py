@@ -6,7 +6,7 @@ parameter is loaded exactly once and every tensor is used, or a ModelError says 
 
 import mmap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -111,7 +111,18 @@ def load_safetensors(
             if model.norm_offset and name.endswith("norm"):
                 values = (weight.dequantised() + model.norm_offset).to(dtype)
             parameters[name] = Dense(values)
+        _release_pages([checkpoint.tensors[name] for name in _stored_names(model, tensor)], maps)
     return config, parameters
+
+
+def _release_pages(entries: Sequence[StoredTensor], maps: Mapping[Path, mmap.mmap]) -> None:
+    """Let go of what was read from a file: what was copied is not needed any more, and what was not is mapped again
+    where it is used. Nothing has been written there."""
+    page = mmap.PAGESIZE
+    for entry in entries:
+        first, end = -(-entry.start // page) * page, (entry.start + entry.size_bytes) // page * page
+        if end > first:
+            maps[entry.path].madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) -> Weight:
@@ -153,9 +164,13 @@ def describe_folder(folder: Path) -> tuple[DecoderConfig, dict[str, int]]:
 
 
 def _stored_bytes(model: "_Folder", tensor: str) -> int:
-    tensors = model.checkpoint.tensors
-    parts = parts_of(tensor.removesuffix(".weight"), tensors) if model.scheme is not None else {}
-    return sum(tensors[name].size_bytes for name in parts.values() or [tensor])
+    return sum(model.checkpoint.tensors[name].size_bytes for name in _stored_names(model, tensor))
+
+
+def _stored_names(model: "_Folder", tensor: str) -> list[str]:
+    """The tensor's own name, or those of its parts where it is quantised."""
+    parts = parts_of(tensor.removesuffix(".weight"), model.checkpoint.tensors) if model.scheme is not None else {}
+    return list(parts.values()) or [tensor]
 
 
 def _row_count(shape: tuple[int, ...]) -> int:
