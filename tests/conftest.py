@@ -35,7 +35,7 @@ class Proofs:
     """What has passed with the full numbers: not run again until all has passed, or any source has changed."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = config.cache
+        self._cache = getattr(config, "cache", None)
         self._is_worker = hasattr(config, "workerinput")
         self._sources = _digest(config.rootpath)
         stored = self._cache.get(PROVED, {}) if self._cache else {}
