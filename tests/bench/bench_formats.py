@@ -227,7 +227,7 @@ def write_gguf(path: Path, source: Path, kind: GGMLQuantizationType) -> Path:
 
 def round_groups(values: Tensor, *, bits: int, group: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[rows, columns]`, scales in fp16 and zero points `[rows, groups]` of each group's columns."""
-    tiles = values.unflatten(-1, (-1, group))
+    tiles = values.unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
     most = (1 << bits) - 1
     low, high = tiles.amin(-1).clamp(max=0), tiles.amax(-1).clamp(min=0)
     if symmetric:
@@ -241,13 +241,13 @@ def round_groups(values: Tensor, *, bits: int, group: int, symmetric: bool = Fal
 
 def words_of(codes: Tensor, bits: int) -> Tensor:
     """`[rows, n]` codes as int32 words, low ones first."""
-    runs = codes.unflatten(-1, (-1, 32 // bits))
+    runs = codes.unflatten(-1, (-1, 32 // bits))  # type: ignore[no-untyped-call]
     words = sum((runs[..., place] << (bits * place) for place in range(32 // bits)), torch.zeros_like(runs[..., 0]))
     return words.to(torch.uint32).view(torch.int32)
 
 
 def store_mlx(values: Tensor, *, bits: int, group: int) -> dict[str, Tensor]:
-    tiles = values.unflatten(-1, (-1, group))
+    tiles = values.unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
     low, most = tiles.amin(-1).half(), (1 << bits) - 1
     scales = ((tiles.amax(-1) - low) / most).clamp(min=1e-6).half()
     codes = ((tiles - low[..., None]) / scales[..., None]).round().clamp(0, most).flatten(-2).long()
@@ -258,7 +258,7 @@ def store_awq(values: Tensor, *, group: int) -> dict[str, Tensor]:
     codes, scales, zeros = round_groups(values, bits=4, group=group)
 
     def packed(columns: Tensor) -> Tensor:
-        return words_of(columns.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)
+        return words_of(columns.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)  # type: ignore[no-untyped-call]
 
     return {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scales.T}
 
@@ -288,7 +288,7 @@ def store_fp8(values: Tensor) -> dict[str, Tensor]:
 
 def store_fp8_blocks(values: Tensor) -> dict[str, Tensor]:
     rows, columns = values.shape
-    tiles = F.pad(values, (0, -columns % 128, 0, -rows % 128)).unflatten(0, (-1, 128)).unflatten(-1, (-1, 128))
+    tiles = F.pad(values, (0, -columns % 128, 0, -rows % 128)).unflatten(0, (-1, 128)).unflatten(-1, (-1, 128))  # type: ignore[no-untyped-call]
     scales = tiles.abs().amax((1, 3)) / 448
     spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
     return {"weight": (values / spread).to(torch.float8_e4m3fn), "weight_scale_inv": scales}

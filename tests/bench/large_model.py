@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +115,7 @@ def layer_shapes() -> dict[str, tuple[int, ...]]:
 
 def size_of(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
     values, size = GGML_QUANT_SIZES[kind]
-    return int(np.prod(shape)) // values * size
+    return prod(shape) // int(values) * int(size)
 
 
 def random_tensor(shape: Sequence[int], kind: GGMLQuantizationType) -> Iterator[bytes]:

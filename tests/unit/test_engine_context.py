@@ -166,12 +166,13 @@ async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="fast", messages=messages, max_tokens=8)
         assert "4096" in str(refused.value) and str(full + 8) in str(refused.value)
-        answer, again = [
+        answers: list[Any] = [
             await client.chat.completions.create(
                 model="fast", messages=messages, max_tokens=8, extra_body={"context_policy": policy.value}
             )
             for _ in range(2)
         ]
+        answer, again = answers
         short: Any = await client.chat.completions.create(
             model="fast", messages=[{"role": "user", "content": "x"}], max_tokens=8
         )

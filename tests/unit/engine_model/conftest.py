@@ -414,9 +414,9 @@ def _damage(content: bytes, chance: random.Random) -> bytes:
             number = chance.choice((*INTERESTING, 2, 6, 8, 10, 12, 14, 32, 72)).to_bytes(8, "little")[:width]
             data[start : start + width] = chance.choice((number, chance.choice(known)))
         return bytes(data)
-    start = 8 if content[8:9] == b"{" else 0 if content[:1] == b"{" else None
-    if start is None:  # the header's checksum tells any change
+    if content[:8] == b"TIDEGATE":  # the header's checksum tells any change
         return bytes([*content[:60], content[60] ^ 1, *content[61:]])
+    start = 8 if content[8:9] == b"{" else 0
     end = 8 + int.from_bytes(content[:8], "little") if start else len(content)
     described = json.loads(content[start:end])
     for _ in range(changes):

@@ -73,7 +73,7 @@ def store_awq(values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Four bits, eight columns of the output in a word, in AWQ's order."""
     scales = (values.abs().amax(1, keepdim=True) / 7).half()
     codes = (values / scales.float()).round().long().clamp(-8, 7)
-    columns = (codes + 8).T.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    columns = (codes + 8).T.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]  # type: ignore[no-untyped-call]
     words = sum((columns[..., place] << (4 * place) for place in range(8)), torch.zeros_like(columns[..., 0]))
     zeros = torch.full((1, values.shape[0] // 8), 0x88888888, dtype=torch.int64)
     parts = {"qweight": to_int32(words).contiguous(), "qzeros": to_int32(zeros), "scales": scales.T.contiguous()}
@@ -258,7 +258,7 @@ GROUP = 8
 
 def mlx_parts(values: Tensor, bits: int) -> tuple[dict[str, Tensor], Tensor]:
     """A matrix, or several below each other, as MLX has them; and the values that they stand for."""
-    groups = values.unflatten(-1, (-1, GROUP))
+    groups = values.unflatten(-1, (-1, GROUP))  # type: ignore[no-untyped-call]
     low = groups.amin(-1).half()
     scales = ((groups.amax(-1) - low) / ((1 << bits) - 1)).clamp(min=1e-4).half()
     codes = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, (1 << bits) - 1)
@@ -296,8 +296,8 @@ def write_mlx_mixture(folder: Path, case: str, source: Path, *, bits: int | None
         stored |= {f"{module}.{part}": each for part, each in parts.items()}
         stem, _, projection = module.partition(".switch_mlp.")
         names = {theirs: ours for ours, theirs in PROJECTIONS.items()} if case == "mixtral" else {}
-        for number, each in enumerate(rounded_values):
-            values[f"{stem}.experts.{number}.{names.get(projection, projection)}.weight"] = each
+        for index, each in enumerate(rounded_values):
+            values[f"{stem}.experts.{index}.{names.get(projection, projection)}.weight"] = each
     save_file(stored, folder / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     if bits:
