@@ -24,7 +24,7 @@ test: $(VENV)/.dev ## Lint, types, import contracts, all tests
 
 prove: $(VENV)/.dev ## The fuzzers and soaks of the tests with their full numbers; goes on where it was stopped
 	@$(BIN)/tidegate-local setup
-	@TIDEGATE_PROVE=1 $(BIN)/pytest -m prove --stepwise $(TESTS)
+	@TIDEGATE_PROVE=1 $(BIN)/pytest $(WORKERS) -m prove $(TESTS)
 
 bench: $(VENV)/.dev ## Speed, as ratios within one run
 	@$(BIN)/tidegate-local setup --images ""

@@ -147,24 +147,33 @@ def client_of(engine: Process) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{engine.api_port}/v1", api_key="none", max_retries=0)
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept", "cut"), [(LEFT, [LAST], [FIRST, CENTRE]), (MIDDLE, [FIRST, LAST], [CENTRE])]
+)
 async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
-    start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile
+    start_engine: StartEngine,
+    make_script: MakeScript,
+    fast_profile: Profile,
+    policy: ContextPolicy,
+    kept: list[str],
+    cut: list[str],
 ) -> None:
     profile = replace(fast_profile, max_model_len=4096, kv_blocks=400)
     runner = make_script("noon", profile=profile)
     engine = await start_engine(runner=runner)
-    messages: Any = [{"role": "user", "content": document(4000)}]
+    messages: Any = [{"role": "user", "content": document()}]
     full = len(TOKENIZER.chat(messages))
     async with client_of(engine) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="fast", messages=messages, max_tokens=8)
         assert "4096" in str(refused.value) and str(full + 8) in str(refused.value)
-        answer: Any = await client.chat.completions.create(
-            model="fast", messages=messages, max_tokens=8, extra_body={"context_policy": "truncate_middle"}
-        )
-        again: Any = await client.chat.completions.create(
-            model="fast", messages=messages, max_tokens=8, extra_body={"context_policy": "truncate_middle"}
-        )
+        answers: list[Any] = [
+            await client.chat.completions.create(
+                model="fast", messages=messages, max_tokens=8, extra_body={"context_policy": policy.value}
+            )
+            for _ in range(2)
+        ]
+        answer, again = answers
         short: Any = await client.chat.completions.create(
             model="fast", messages=[{"role": "user", "content": "x"}], max_tokens=8
         )
@@ -172,7 +181,8 @@ async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
     assert answer.usage.truncated_tokens == full - answer.usage.prompt_tokens
     assert again.usage.prompt_tokens_details.cached_tokens > 3000
     assert short.usage.truncated_tokens == 0
-    assert FIRST in runner.prompts[0] and CENTRE not in runner.prompts[0] and LAST in runner.prompts[0]
+    assert all(fact in runner.prompts[0] for fact in kept)
+    assert not any(fact in runner.prompts[0] for fact in cut)
 
 
 async def test_the_servers_policy_holds_where_the_request_says_nothing(start_engine: StartEngine) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tidegate_engine.rope import METHODS, Rope, rope_fault
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig
-from tidegate_engine.weights import CONFIG_FILE, ModelError, read_json_object
+from tidegate_engine.weights import CONFIG_FILE, MAX_EXPERTS, ModelError, read_json_object
 
 _Item = TypeVar("_Item")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -320,6 +320,8 @@ def _mixtures(settings: ModelSettings, *, family: Family, layers: int) -> list[E
     )
     if experts.chosen > experts.count:
         raise settings.invalid(f"chooses {experts.chosen} of {experts.count} experts")
+    if experts.count * layers > MAX_EXPERTS:
+        raise settings.invalid(f"has {experts.count} experts in {layers} layers; supported are {MAX_EXPERTS} together")
     dense = settings.listed("mlp_only_layers", int) or []
     step = settings.whole("decoder_sparse_step", default=1)
     return [experts if index not in dense and (index + 1) % step == 0 else None for index in range(layers)]

@@ -16,6 +16,8 @@ PACKED_FILE = "model.tidegate"
 """The weights in a folder that `tidegate-engine pack` made."""
 TOKENIZER_GGUF = "tokenizer.gguf"
 """A GGUF file's metadata beside them, where the model came from one."""
+MAX_EXPERTS = 1 << 16
+"""In all layers together, twice as many as the largest model known; a damaged configuration may claim any number."""
 
 
 class ModelError(Exception):

@@ -20,7 +20,7 @@ from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.rope import Rope, rope_fault
 from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig, parameter_shapes
-from tidegate_engine.weights import Source, and_others
+from tidegate_engine.weights import MAX_EXPERTS, Source, and_others
 from tidegate_kernels.weight import Dense, Weight, slice_rows
 
 MAX_CONTEXT_TOKENS = 1 << 20
@@ -78,6 +78,8 @@ _LAYER_NAMES = {
     "experts.up": "ffn_up_exps",
     "experts.down": "ffn_down_exps",
 }
+_SINGLE_EXPERT_NAMES = _LAYER_NAMES | {f"experts.{part}": f"ffn_{part}.{{}}" for part in ("gate", "up", "down")}
+"""Files of before April 2024 have a tensor for each expert."""
 _FUSED_NAMES = _LAYER_NAMES | {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up"}
 _ROPE_DIVISORS = "rope_freqs.weight"
 _SHORT_DIVISORS, _LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -156,7 +158,7 @@ def read_config(file: GgufFile) -> DecoderConfig:
     rotated = metadata.whole("rope.dimension_count", default=head_size)
     if rotated > head_size or rotated % 2:
         raise file.invalid(f"rotates {rotated} of {head_size} dimensions of a head; an even number of them is needed")
-    experts = _experts(metadata)
+    experts = _experts(metadata, layers=count)
     has_own_width = experts is not None and metadata.has("expert_feed_forward_length")
     inner = metadata.per_layer("expert_feed_forward_length" if has_own_width else "feed_forward_length", count)
     windows = _windows(metadata, architecture, count)
@@ -201,20 +203,27 @@ def read_config(file: GgufFile) -> DecoderConfig:
     )
 
 
-def _experts(metadata: "_Metadata") -> Experts | None:
+def _experts(metadata: "_Metadata", *, layers: int) -> Experts | None:
     if not metadata.has("expert_count"):
         return None
+    file = metadata.file
     experts = Experts(
         count=metadata.whole("expert_count"),
         chosen=metadata.whole("expert_used_count"),
         normalised=bool(metadata.get("expert_weights_norm", True)),
     )
-    gates = metadata.file.tensors.get("blk.0.ffn_gate_exps.weight")
-    if gates is None or len(gates.shape) != 3 or gates.shape[0] != experts.count:
-        raise metadata.file.invalid(f"has no tensor blk.0.ffn_gate_exps.weight of {experts.count} experts")
+    if experts.count * layers > MAX_EXPERTS:
+        raise file.invalid(f"has {experts.count} experts in {layers} layers; supported are {MAX_EXPERTS} together")
+    gates = file.tensors.get("blk.0.ffn_gate_exps.weight")
+    if not _has_single_experts(file) and (gates is None or len(gates.shape) != 3 or gates.shape[0] != experts.count):
+        raise file.invalid(f"has no tensor blk.0.ffn_gate_exps.weight of {experts.count} experts")
     if experts.chosen > experts.count:
-        raise metadata.file.invalid(f"chooses {experts.chosen} of {experts.count} experts")
+        raise file.invalid(f"chooses {experts.chosen} of {experts.count} experts")
     return experts
+
+
+def _has_single_experts(file: GgufFile) -> bool:
+    return "blk.0.ffn_gate.0.weight" in file.tensors
 
 
 def _windows(metadata: "_Metadata", architecture: Architecture, layers: int) -> list[int | None]:
@@ -292,11 +301,12 @@ def _read_divisors(file: GgufFile, name: str, count: int) -> tuple[float, ...]:
 
 def _sources(file: GgufFile, config: DecoderConfig) -> dict[str, Source]:
     """Where each of `parameter_shapes` is stored; those in one tensor follow each other."""
-    fused = ARCHITECTURES[_architecture(file)].fused
+    layer_names = _FUSED_NAMES if ARCHITECTURES[_architecture(file)].fused else _LAYER_NAMES
+    layer_names = _SINGLE_EXPERT_NAMES if _has_single_experts(file) else layer_names
     sources: dict[str, Source] = {}
     used: dict[str, int] = {}
     for name, shape in parameter_shapes(config).items():
-        tensor = _file_name(name, _FUSED_NAMES if fused else _LAYER_NAMES)
+        tensor = _file_name(name, layer_names)
         sources[name] = Source(tensor, used.get(tensor, 0), shape[0])
         used[tensor] = used.get(tensor, 0) + shape[0]
     return dict(sorted(sources.items(), key=lambda item: (item[1].tensor, item[1].first_row)))
@@ -308,7 +318,7 @@ def _check_tensors(file: GgufFile, config: DecoderConfig, sources: Mapping[str, 
     shapes = parameter_shapes(config)
     for name, source in sources.items():
         rows = source.first_row + source.rows
-        stacked = (rows // source.rows, source.rows) if ".experts." in name else (rows,)
+        stacked = (rows // source.rows, source.rows) if "_exps." in source.tensor else (rows,)
         expected[source.tensor] = (*stacked, *shapes[name][1:])
     if missing := sorted(expected.keys() - file.tensors.keys()):
         raise file.invalid(f"lacks the tensor {missing[0]}{and_others(missing)}")
@@ -376,9 +386,12 @@ def _file_name(name: str, layer_names: Mapping[str, str]) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, index, rest = name.split(".", 2)
-    part = f"experts.{rest.rpartition('.')[2]}" if rest.startswith("experts.") else rest
+    expert, part = "", rest
+    if rest.startswith("experts."):
+        _, expert, part = rest.split(".")
+        part = f"experts.{part}"
     stem, kind = (part.removesuffix("_bias"), "bias") if part.endswith("_bias") else (part, "weight")
-    return f"blk.{index}.{layer_names[stem]}.{kind}"
+    return f"blk.{index}.{layer_names[stem].format(expert)}.{kind}"
 
 
 def _read_tensor(file: GgufFile, entry: TensorEntry, tensor_bytes: TensorBytes) -> Weight:

@@ -115,7 +115,10 @@ class _Settings:
 
 @dataclass(frozen=True, slots=True)
 class Mlx:
-    """Codes of 2 to 8 bits in a row of bits, low ones first; `scale * code + bias` for each group of a row."""
+    """Codes of 2 to 8 bits in a row of bits, low ones first; `scale * code + bias` for each group of a row.
+
+    A mixture's experts may be one tensor, `[experts, rows, ...]`; they come as rows one below the other.
+    """
 
     settings: _Settings
     method: str = "mlx"
@@ -137,6 +140,7 @@ class Mlx:
 
     def weight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
         bits, group = self._grouping(module)
+        parts = {name: part.flatten(0, 1) if part.dim() == 3 else part for name, part in parts.items()}
         words, scales, biases = _take(module, parts, "weight", "scales", "biases")
         rows, columns = words.shape[0], words.shape[1] * 32 // bits
         _check(module, "scales", scales, (rows, columns // group))

@@ -6,15 +6,16 @@ parameter is loaded exactly once and every tensor is used, or a ModelError says 
 
 import mmap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tidegate_engine.model_config import Family, ModelSettings, decoder_config, family_of, read_settings
+from tidegate_engine.model_config import Family, decoder_config, family_of, read_settings
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.safetensors_file import (
@@ -74,6 +75,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 """A layer's parts, for each way of naming them."""
 _ROOTS = ("model.", "language_model.model.", "model.language_model.", "")
 """Where the decoder lies: as usual, in two ways in a model that also sees, and in a file of the decoder alone."""
+_STACKED_EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp"}
+"""Where MLX has a layer's experts, one below the other in three tensors."""
 _UNUSED_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _UNUSED_ENDS = (".rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale")
 """Tables that old checkpoints hold beside their parameters, and scales for a quantised cache; they are computed."""
@@ -92,6 +95,7 @@ def load_safetensors(
     _check_tensors(model)
     maps = map_files(checkpoint)
     _check_tied_head(checkpoint, config, maps=maps)
+    _check_padding_biases(model, maps)
     precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
     parameters: dict[str, Weight] = {}
     for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
@@ -107,7 +111,18 @@ def load_safetensors(
             if model.norm_offset and name.endswith("norm"):
                 values = (weight.dequantised() + model.norm_offset).to(dtype)
             parameters[name] = Dense(values)
+        _release_pages([checkpoint.tensors[name] for name in _stored_names(model, tensor)], maps)
     return config, parameters
+
+
+def _release_pages(entries: Sequence[StoredTensor], maps: Mapping[Path, mmap.mmap]) -> None:
+    """Let go of what was read from a file: what was copied is not needed any more, and what was not is mapped again
+    where it is used. Nothing has been written there."""
+    page = mmap.PAGESIZE
+    for entry in entries:
+        first, end = -(-entry.start // page) * page, (entry.start + entry.size_bytes) // page * page
+        if end > first:
+            maps[entry.path].madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) -> Weight:
@@ -122,7 +137,7 @@ def _read_weight(model: "_Folder", tensor: str, maps: Mapping[Path, mmap.mmap]) 
         weight = model.scheme.weight(module, tensors)
     except QuantisationError as error:
         raise checkpoint.invalid(str(error)) from None
-    if weight.shape != shape:
+    if weight.shape != (_row_count(shape), shape[-1]):
         raise checkpoint.invalid(f"has {module} in the shape {weight.shape}; expected is {shape}")
     return weight
 
@@ -141,22 +156,51 @@ def describe_folder(folder: Path) -> tuple[DecoderConfig, dict[str, int]]:
     """The decoder that a folder holds, and the bytes that each parameter takes there; raises ModelError."""
     model = _open_folder(folder)
     _check_tensors(model)
+    shapes = model.tensor_shapes
     return model.config, {
-        name: _stored_bytes(model, source.tensor) * source.rows // model.tensor_shapes[source.tensor][0]
+        name: _stored_bytes(model, source.tensor) * source.rows // _row_count(shapes[source.tensor])
         for name, source in model.sources.items()
     }
 
 
 def _stored_bytes(model: "_Folder", tensor: str) -> int:
-    tensors = model.checkpoint.tensors
-    parts = parts_of(tensor.removesuffix(".weight"), tensors) if model.scheme is not None else {}
-    return sum(tensors[name].size_bytes for name in parts.values() or [tensor])
+    return sum(model.checkpoint.tensors[name].size_bytes for name in _stored_names(model, tensor))
+
+
+def _stored_names(model: "_Folder", tensor: str) -> list[str]:
+    """The tensor's own name, or those of its parts where it is quantised."""
+    parts = parts_of(tensor.removesuffix(".weight"), model.checkpoint.tensors) if model.scheme is not None else {}
+    return list(parts.values()) or [tensor]
+
+
+def _row_count(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor whose experts, if it has several, are one below the other."""
+    return prod(shape[:-1]) if len(shape) > 1 else shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """A checkpoint's names for a layer's parts, and where its decoder lies: one of `_ROOTS`."""
+
+    parts: Mapping[str, str]
+    root: str
+
+    @property
+    def stacks_experts(self) -> bool:
+        return "{}" not in self.parts.get("experts.gate", "{}")
+
+    def rooted(self, stem: str) -> str:
+        """`model.norm` or `lm_head` as the checkpoint has it."""
+        if stem.startswith("model."):
+            return self.root + stem.removeprefix("model.")
+        return _head_root(self.root) + stem
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
     checkpoint: SafetensorsCheckpoint
     config: DecoderConfig
+    naming: _Naming
     sources: Mapping[str, Source]
     norm_offset: float
     scheme: Scheme | None
@@ -165,36 +209,44 @@ class _Folder:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """What each tensor's shape must be, were it not quantised, by its name."""
         shapes = parameter_shapes(self.config)
-        return {
-            source.tensor: (source.first_row + source.rows, *shapes[name][1:]) for name, source in self.sources.items()
-        }
+        found: dict[str, tuple[int, ...]] = {}
+        for name, source in self.sources.items():
+            rows = source.first_row + source.rows
+            stacked = self.naming.stacks_experts and ".experts." in name
+            found[source.tensor] = (
+                *((rows // source.rows, source.rows) if stacked else (rows,)),
+                *shapes[name][1:],
+            )
+        return found
 
 
 def _open_folder(folder: Path) -> _Folder:
     settings = read_settings(folder)
     checkpoint = _without_unused(read_checkpoint(folder))
+    family = family_of(settings)
+    naming = _naming(checkpoint, family)
     try:
         scheme = read_scheme(settings.values)
-        config = decoder_config(settings, _stored_shapes(settings, checkpoint, scheme))
+        config = decoder_config(settings, _stored_shapes(checkpoint, naming, scheme))
     except QuantisationError as error:
         raise settings.invalid(str(error)) from None
-    family = family_of(settings)
-    matrices = sum(1 if layer.experts is None else layer.experts.count for layer in config.layers)
+    matrices = sum(
+        1 if layer.experts is None or naming.stacks_experts else layer.experts.count for layer in config.layers
+    )
     if matrices > len(checkpoint.tensors):
         raise checkpoint.invalid(
             f"has {len(checkpoint.tensors)} tensors, fewer than its configuration's layers and experts, {matrices}"
         )
-    sources = parameter_sources(config, family, root=_root(checkpoint))
-    return _Folder(checkpoint, config, sources, family.norm_offset, scheme)
+    return _Folder(checkpoint, config, naming, _sources(config, naming), family.norm_offset, scheme)
 
 
-def parameter_sources(config: DecoderConfig, family: Family, *, root: str) -> dict[str, Source]:
+def _sources(config: DecoderConfig, naming: _Naming) -> dict[str, Source]:
     """Where each of `parameter_shapes` is stored; those in one tensor follow each other."""
     shapes = parameter_shapes(config)
     sources: dict[str, Source] = {}
     used: dict[str, int] = {}
     for name, shape in shapes.items():
-        tensor = _tensor_name(name, family, root=root)
+        tensor = _tensor_name(name, naming)
         sources[name] = Source(tensor, used.get(tensor, 0), shape[0])
         used[tensor] = used.get(tensor, 0) + shape[0]
     return dict(sorted(sources.items(), key=lambda item: (item[1].tensor, item[1].first_row)))
@@ -218,21 +270,26 @@ def _map_tensor(entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
     return values.view(dtype).view(entry.shape)
 
 
-def _tensor_name(name: str, family: Family, *, root: str) -> str:
+def _tensor_name(name: str, naming: _Naming) -> str:
     part, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
     if part in _TOP:
         stem = _TOP[part]
     else:
         _, index, rest = part.split(".", 2)
-        names = NAMES[family.names]
         if rest.startswith("experts."):
             _, number, rest = rest.split(".")
-            stem = f"model.layers.{index}.{names['experts.' + rest].format(number)}"
+            stored = naming.parts["experts." + rest].format(number)
         else:
-            stem = f"model.layers.{index}.{names[rest]}"
-    if stem.startswith("model."):
-        return f"{root}{stem.removeprefix('model.')}.{kind}"
-    return f"{_head_root(root)}{stem}.{kind}"
+            stored = naming.parts[rest]
+        stem = f"model.layers.{index}.{stored}"
+    return f"{naming.rooted(stem)}.{kind}"
+
+
+def _naming(checkpoint: SafetensorsCheckpoint, family: Family) -> _Naming:
+    parts, stack = NAMES[family.names], _STACKED_EXPERTS.get(family.names)
+    if stack is not None and any(f".{stack}." in name for name in checkpoint.tensors):
+        parts = {**parts, **{f"experts.{name}": f"{stack}.{name}_proj" for name in ("gate", "up", "down")}}
+    return _Naming(parts, _root(checkpoint))
 
 
 def _root(checkpoint: SafetensorsCheckpoint) -> str:
@@ -254,15 +311,14 @@ def _without_unused(checkpoint: SafetensorsCheckpoint) -> SafetensorsCheckpoint:
 
 
 def _stored_shapes(
-    settings: ModelSettings, checkpoint: SafetensorsCheckpoint, scheme: Scheme | None
+    checkpoint: SafetensorsCheckpoint, naming: _Naming, scheme: Scheme | None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers' matrices that are stored by themselves, by the decoder's names."""
-    stem = f"{_root(checkpoint)}layers."
-    names = NAMES[family_of(settings).names]
-    shared = [stored for stored, count in Counter(names.values()).items() if count > 1]
+    """The shapes of the layers' matrices that are stored by themselves or as experts, by the decoder's names."""
+    stem = naming.rooted("model.layers.")
+    shared = [stored for stored, count in Counter(naming.parts.values()).items() if count > 1]
     parts = {
         stored.format(0): name.replace("experts.", "experts.0.")
-        for name, stored in names.items()
+        for name, stored in naming.parts.items()
         if stored not in shared
     }
     shapes: dict[str, tuple[int, ...]] = {}
@@ -276,11 +332,12 @@ def _stored_shapes(
 
 
 def _module_shape(checkpoint: SafetensorsCheckpoint, module: str, scheme: Scheme | None) -> tuple[int, ...] | None:
+    """Of one expert, where they are stacked."""
     quantised = parts_of(module, checkpoint.tensors) if scheme is not None else {}
     if scheme is not None and quantised:
-        return scheme.shape(module, {part: checkpoint.tensors[name].shape for part, name in quantised.items()})
+        return scheme.shape(module, {part: checkpoint.tensors[name].shape[-2:] for part, name in quantised.items()})
     tensor = checkpoint.tensors.get(f"{module}.weight")
-    return tensor.shape if tensor is not None and len(tensor.shape) == 2 else None
+    return tensor.shape[-2:] if tensor is not None and len(tensor.shape) > 1 else None
 
 
 def _check_tensors(model: _Folder) -> None:
@@ -293,6 +350,7 @@ def _check_tensors(model: _Folder) -> None:
     if missing := sorted(expected.keys() - checkpoint.tensors.keys() - quantised.keys()):
         raise checkpoint.invalid(f"lacks the tensor {missing[0]}{and_others(missing)}")
     known = expected.keys() | {name for parts in quantised.values() for name in parts.values()}
+    known |= _padding_biases(model)
     if model.config.tied_head:
         known |= {_head_name(checkpoint)}
     if foreign := sorted(checkpoint.tensors.keys() - known):
@@ -309,6 +367,23 @@ def _check_tensors(model: _Folder) -> None:
             raise checkpoint.invalid(f"has {tensor} in the shape {entry.shape}; expected is {shape}")
         if entry.dtype not in DTYPES:
             raise checkpoint.invalid(f"has {tensor} in the type {entry.dtype}; supported are {', '.join(DTYPES)}")
+
+
+def _padding_biases(model: _Folder) -> set[str]:
+    """Biases that the configuration does not have: some programs write one, of zeros, for each matrix they quantise."""
+    if model.scheme is None:
+        return set()
+    modules = [tensor.removesuffix(".weight") for tensor in model.tensor_shapes]
+    quantised = [module for module in modules if parts_of(module, model.checkpoint.tensors)]
+    found = {f"{module}.bias" for module in quantised} & model.checkpoint.tensors.keys()
+    return found - model.tensor_shapes.keys()
+
+
+def _check_padding_biases(model: _Folder, maps: Mapping[Path, mmap.mmap]) -> None:
+    for name in sorted(_padding_biases(model)):
+        entry = model.checkpoint.tensors[name]
+        if entry.dtype not in DTYPES or bool(_map_tensor(entry, maps).any()):
+            raise model.checkpoint.invalid(f"has the tensor {name}, and its configuration has no such bias")
 
 
 def _check_tied_head(

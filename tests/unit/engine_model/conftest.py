@@ -10,8 +10,14 @@ import os
 # As `torch_runner` does it, before torch is loaded: two threads that spin for each other make busy machines slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import multiprocessing
+import random
+import resource
+import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +388,225 @@ def make_adapter(tmp_path: Path) -> Callable[..., Path]:
         return write_adapter(tmp_path / "adapters" / name, **changes)
 
     return make
+
+
+# --- damaged models
+
+INTERESTING = (0, 1, 3, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+SPARE_BYTES = 32 << 20
+"""What reading a small model may take in address space beside the file itself."""
+SECONDS_A_MODEL = 60
+GGUF_HEADER_BYTES = 6_000
+"""Of the tiny models, and a little more."""
+
+
+@pytest.fixture
+def load_damaged(tmp_path: Path) -> Callable[[Path, int], dict[str, int]]:
+    """Loads so many damaged copies of a sound model in a process that can have no more memory than the sound one took.
+
+    Headers are damaged, and configurations. Each copy loads or is refused in one sentence, or the test fails with what
+    happened and the seed. Returns how many did which.
+    """
+
+    def load(sound: Path, count: int) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(
+            target=_load_damaged_copies, args=(sound, tmp_path / "damaged", count, sender)
+        )
+        child.start()
+        sender.close()
+        seed, outcome = -1, ""
+        while True:
+            assert receiver.poll(SECONDS_A_MODEL), f"hangs after the seed {seed}"
+            try:
+                seed, outcome = receiver.recv()
+            except EOFError:
+                break
+            counts[outcome] = counts.get(outcome, 0) + 1
+            assert outcome in ("loaded", "refused"), f"seed {seed}: {outcome}"
+        child.join()
+        assert child.exitcode == 0, f"ends with {child.exitcode} after the seed {seed}"
+        assert sum(counts.values()) == count
+        return counts
+
+    return load
+
+
+def _load_damaged_copies(sound: Path, scratch: Path, count: int, outcomes: Connection) -> None:
+    from tidegate_engine.weights import ModelError
+
+    torch.set_num_threads(1)
+    damaged = scratch / sound.name if sound.is_file() else scratch
+    _load_whole(sound, as_stored=True)
+    _load_whole(sound, as_stored=False)
+    size = sum(file.stat().st_size for file in ([sound] if sound.is_file() else sound.iterdir()))
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + SPARE_BYTES + 4 * size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for seed in range(count):
+        chance = random.Random(seed)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        _write_damaged(sound, damaged, chance)
+        outcome = "loaded"
+        try:
+            _load_whole(damaged, as_stored=chance.random() < 0.5)
+        except ModelError as error:
+            outcome = "refused" if "\n" not in str(error) else f"several lines: {error}"
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the parent shall say it
+            outcome = "".join(traceback.format_exception(error)[-3:])
+        outcomes.send((seed, outcome))
+    outcomes.close()
+    os._exit(0)
+
+
+def _load_whole(path: Path, *, as_stored: bool) -> None:
+    from tidegate_engine.checkpoint import open_checkpoint
+    from tidegate_engine.precision import Precision
+    from tidegate_engine.precision import as_stored as stored
+    from tidegate_engine.tokenizer import load_tokenizer
+    from tidegate_engine.transformer import build_decoder
+
+    checkpoint = open_checkpoint(path)
+    policy = stored(Precision()) if as_stored or checkpoint.packed else Precision()
+    build_decoder(checkpoint.config, checkpoint.load(torch.float32, policy))
+    if path.is_file():
+        load_tokenizer(path)
+
+
+def _write_damaged(sound: Path, damaged: Path, chance: random.Random) -> None:
+    if sound.is_file():
+        damaged.write_bytes(_damage(sound.read_bytes(), chance))
+        return
+    files = sorted(sound.iterdir())
+    hit = chance.choice([file for file in files if file.name == "config.json" or "model" in file.name])
+    for file in files:
+        content = file.read_bytes()
+        (damaged / file.name).write_bytes(_damage(content, chance) if file == hit else content)
+
+
+def _damage(content: bytes, chance: random.Random) -> bytes:
+    """One to three changes within a header: of its bytes, or of its fields so that it can still be read."""
+    changes = chance.randint(1, 3)
+    if chance.random() < 0.3:
+        data = bytearray(content)
+        for _ in range(changes):
+            _damage_bytes(data, chance)
+        return bytes(data)
+    if content[:4] == b"GGUF":
+        data = bytearray(content)
+        own, of_structure = _gguf_fields(content)
+        for _ in range(changes):
+            start, width = chance.choice(own if chance.random() < 0.85 else of_structure)
+            known = [content[place : place + width] for place, other in (*own, *of_structure) if other == width]
+            number = chance.choice((*INTERESTING, 2, 6, 8, 10, 12, 14, 32, 72)).to_bytes(8, "little")[:width]
+            data[start : start + width] = chance.choice((number, chance.choice(known)))
+        return bytes(data)
+    if content[:8] == b"TIDEGATE":  # the header's checksum tells any change
+        return bytes([*content[:60], content[60] ^ 1, *content[61:]])
+    start = 8 if content[8:9] == b"{" else 0
+    end = 8 + int.from_bytes(content[:8], "little") if start else len(content)
+    described = json.loads(content[start:end])
+    for _ in range(changes):
+        _damage_json(described, chance)
+    header = json.dumps(described).encode()
+    return (len(header).to_bytes(8, "little") if start else b"") + header + content[end:]
+
+
+def _damage_bytes(data: bytearray, chance: random.Random) -> None:
+    end = _header_bytes(data)
+    place = chance.randrange(end) if end else 0
+    match chance.randrange(6):
+        case 0:
+            data[place : place + 1] = bytes([chance.randrange(256)])
+        case 1:
+            number, width = chance.choice(INTERESTING), chance.choice((4, 8))
+            data[place : place + width] = number.to_bytes(8, "little")[:width]
+        case 2:
+            data[place:place] = chance.choice((b"9", b"-", b"[", b"{", b'"', b",", b"\x00", b"0e9", b"null"))
+        case 3:
+            del data[place : place + chance.randint(1, 8)]
+        case 4:
+            del data[place:]
+        case _:
+            source = chance.randrange(end) if end else 0
+            data[place : place + 16] = data[source : source + 16]
+
+
+def _header_bytes(data: bytearray) -> int:
+    if data[:4] == b"GGUF":
+        return min(len(data), GGUF_HEADER_BYTES)
+    if data[:8] == b"TIDEGATE":
+        return min(len(data), 52 + int.from_bytes(data[12:20], "little"))
+    if data[8:9] == b"{":
+        return min(len(data), 8 + int.from_bytes(data[:8], "little"))
+    return len(data)
+
+
+def _damage_json(described: Any, chance: random.Random) -> None:
+    """Change, delete, copy or rename one thing, at any depth."""
+    if not described:
+        return
+    places = list(described) if isinstance(described, dict) else list(range(len(described)))
+    place, other = chance.choice(places), chance.choice(places)
+    if isinstance(described[place], dict | list) and chance.random() < 0.85:
+        _damage_json(described[place], chance)
+        return
+    match chance.randrange(6):
+        case 0:
+            del described[place]
+        case 1:
+            described[place] = deepcopy(described[other])
+        case 2 if isinstance(described, dict):
+            described[chance.choice((f"{place}x", str(other), "__metadata__"))] = described.pop(place)
+        case _:
+            found = described[place]
+            numbers = [*INTERESTING, -1, 2, 8, 72, 10**30, 0.5, float("inf"), float("nan")]
+            if isinstance(found, int | float):
+                numbers += [found + 1, found - 1, found * 2, found // 2]
+            strings = ["F32", "F16", "I32", "U8", "F8_E4M3", "I64", "", "llama", "mixtral", "fp8", "gptq", "mlx"]
+            described[place] = chance.choice((chance.choice(numbers), chance.choice(strings), None, [], {}, [1], True))
+
+
+def _gguf_fields(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(place, bytes) of what can be changed without losing the header's thread: single values, names, dimensions,
+    types, offsets; and of what cannot: counts, lengths, kinds of values, the vocabulary."""
+    own: list[tuple[int, int]] = []
+    of_structure: list[tuple[int, int]] = [(4, 4)]
+    place = 8
+
+    def number(width: int, fields: list[tuple[int, int]]) -> int:
+        nonlocal place
+        fields.append((place, width))
+        place += width
+        return int.from_bytes(content[place - width : place], "little")
+
+    def text(fields: list[tuple[int, int]]) -> None:
+        nonlocal place
+        length = number(8, of_structure)
+        if length:
+            fields.append((place + length - min(4, length), min(4, length)))
+        place += length
+
+    def value(kind: int, fields: list[tuple[int, int]]) -> None:
+        if kind == 8:
+            text(fields)
+        elif kind == 9:
+            item, count = number(4, of_structure), number(8, of_structure)
+            for _ in range(count):
+                value(item, of_structure)
+        else:
+            number({0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}.get(kind, 4), fields)
+
+    tensors, entries = number(8, of_structure), number(8, of_structure)
+    for _ in range(entries):
+        text(of_structure)
+        value(number(4, of_structure), own)
+    for _ in range(tensors):
+        text(own)
+        for _ in range(number(4, of_structure)):
+            number(8, own)
+        number(4, own)
+        number(8, own)
+    return own, of_structure

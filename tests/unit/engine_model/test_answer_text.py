@@ -132,6 +132,8 @@ def byte_fallback() -> Kind:
 
 
 KINDS = {"byte-level": byte_level(), "with spaces": words_with_their_space(), "byte fallback": byte_fallback()}
+MOST_TOKENS_GROUPED = 9
+"""There are 256 ways to group nine."""
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -225,6 +227,28 @@ def test_a_stop_string_counts_once_the_minimum_length_is_reached_and_only_where_
     pieces, reason = read(chosen, grouped(ids, cuts), stops=stops, min_tokens=min_tokens)
     assert "".join(pieces) == early + rest
     assert reason == ("stop" if is_stopped else "length")
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@EVERY_KIND
+@settings(max_examples=300 if PROVE else 5, deadline=None)
+@given(text=TEXTS, stops=STOPS, first=st.integers(0, 30))
+def test_all_groupings_of_a_few_tokens_give_the_same_text(
+    kind: str, text: str, stops: tuple[str, ...], first: int
+) -> None:
+    chosen = KINDS[kind]
+    ids = chosen.encode(text)
+    start = first % max(1, len(ids) - MOST_TOKENS_GROUPED + 1)
+    ids = ids[start : start + MOST_TOKENS_GROUPED]
+    if not ids:
+        return
+    decoded = b"".join(map(chosen.token_bytes, ids)).decode(errors="replace")
+    wanted, is_stopped = cut(decoded, stops)
+    for mask in range(1 << (len(ids) - 1)):
+        cuts = [place + 1 for place in range(len(ids) - 1) if mask >> place & 1]
+        pieces, reason = read(chosen, grouped(ids, cuts), stops=stops)
+        assert ("".join(pieces), reason) == (wanted, "stop" if is_stopped else "length"), cuts
 
 
 @EVERY_KIND

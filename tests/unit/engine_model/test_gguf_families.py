@@ -15,6 +15,7 @@ import torch
 
 from tidegate_engine.rope import Rope, rope_frequencies
 from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
+from tidegate_engine.weights import ModelError
 from tidegate_engine.weights_gguf import load_gguf
 from tidegate_kernels.reference import ragged_batch
 
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "llama-yarn": "llama",
     "mistral-window": "llama",
     "mixtral": "llama",
+    "mixtral-old": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3moe",
@@ -36,7 +38,6 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
 }
-EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def converted(case: str, model: Any) -> dict[str, np.ndarray]:
@@ -65,6 +66,10 @@ def converted(case: str, model: Any) -> dict[str, np.ndarray]:
         found = names.get_name(name.removesuffix(suffix))
         assert found, name
         tensors[found + suffix] = values
+    if case == "mixtral-old":
+        for name in [name for name in tensors if "_exps." in name]:
+            for number, values in enumerate(tensors.pop(name)):
+                tensors[name.replace("_exps.", f".{number}.")] = values
     return tensors
 
 
@@ -108,7 +113,7 @@ def write(path: Path, case: str, model: Any) -> Path:
         writer.add_float32(f"{ARCHITECTURES[case]}.attention.scale", config.query_pre_attn_scalar**-0.5)
     if case == "gemma3":
         writer.add_array("gemma3.attention.sliding_window_pattern", [True, True, False])
-    if case in ("mixtral", "qwen3-moe"):
+    if "moe" in case or case.startswith("mixtral"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if case == "qwen3-moe":
@@ -126,7 +131,7 @@ def write(path: Path, case: str, model: Any) -> Path:
 def test_a_tiny_file_of_each_architecture_has_the_logits_of_transformers(
     save_family: Callable[[str], tuple[Path, Any]], tmp_path: Path, case: str
 ) -> None:
-    _, oracle = save_family("qwen3-moe-all" if case == "qwen3-moe" else case)
+    _, oracle = save_family({"qwen3-moe": "qwen3-moe-all", "mixtral-old": "mixtral"}.get(case, case))
     ids = torch.randint(3, 160, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([ids])).logits[0]
@@ -137,3 +142,30 @@ def test_a_tiny_file_of_each_architecture_has_the_logits_of_transformers(
     with torch.inference_mode():
         found = forward(decoder, torch.tensor(ids), batch, caches=caches, logits_rows=torch.arange(LENGTH))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("mixtral-old", {"expert_count": 6}, "lacks the tensor blk.0.ffn_down.5.weight and 5 others"),
+        ("mixtral-old", {"expert_count": 4}, "has the tensor blk.0.ffn_down.4.weight and 5 others"),
+        ("mixtral", {"expert_count": 6}, "has no tensor blk.0.ffn_gate_exps.weight of 6 experts"),
+        ("mixtral", {"expert_count": 2_000_000_000}, "has 2000000000 experts in 2 layers; supported are 65536"),
+        ("mixtral-old", {"expert_used_count": 6}, "chooses 6 of 5 experts"),
+    ],
+)
+def test_experts_that_do_not_fit_their_tensors_are_refused(
+    save_family: Callable[[str], tuple[Path, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    changes: dict[str, int],
+    expected: str,
+) -> None:
+    for name, value in changes.items():
+        set_to = getattr(gguf.GGUFWriter, f"add_{name}")
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda self, _, set_to=set_to, to=value: set_to(self, to))
+    path = write(tmp_path / "tiny.gguf", case, save_family("mixtral")[1])
+    with pytest.raises(ModelError) as caught:
+        load_gguf(path, dtype=torch.float32)
+    assert expected in str(caught.value)

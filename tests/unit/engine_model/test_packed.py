@@ -1,6 +1,7 @@
 """The engine's own format: what was packed comes back as it was, and a damaged file is refused."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tidegate_engine.transformer import build_decoder, forward, layer_caches, ne
 from tidegate_engine.weights import PACKED_FILE, ModelError
 from tidegate_kernels.reference import ragged_batch
 
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 POLICIES = ["stored", "float32", "bf16", "fp8", "fp8-block128", "int8", "int4-g8", "int3-g24", "{attn: int8, mlp: fp8}"]
 
 
@@ -109,6 +111,15 @@ def test_a_damaged_byte_is_seen(tiny_model: Path, tmp_path: Path, data: st.DataO
     damaged[start + data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     (folder / PACKED_FILE).write_bytes(damaged)
     assert refusal(folder).startswith("ModelInvalid: ")
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_a_damaged_header_is_refused_in_one_sentence_and_takes_no_memory(
+    tiny_model: Path, tmp_path: Path, load_damaged: Callable[[Path, int], dict[str, int]]
+) -> None:
+    counts = load_damaged(pack(tiny_model, tmp_path / "packed", "int8"), 100 if PROVE else 10)
+    assert counts["refused"] > 0
 
 
 def test_a_file_cut_anywhere_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """However a request is cut, batched, cached or interrupted, it gets the tokens that it gets alone."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from tidegate_engine import torch_runner
 from tidegate_engine.blocks import BlockPool
@@ -22,6 +26,7 @@ from tidegate_engine.weights_gguf import load_gguf
 from tidegate_kernels import native
 from tidegate_kernels.reference import ragged_batch
 
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 BLOCK = 4
 OUTPUT = 12
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -176,6 +181,83 @@ def test_guessing_ahead_changes_no_token_also_under_preemption(runner: TorchRunn
     tight._reserve_ratio = 0.0
     assert serve(runner, REPETITIVE, scheduler=tight, params=params, output=60) == alone
     assert tight.preemptions["kv"] > 0
+
+
+HEADS = [prompt(seed, 24) for seed in (70, 71)]
+_ALONE: dict[tuple[tuple[int, ...], int], list[int]] = {}
+"""Outputs of requests that were served by themselves."""
+
+
+def alone_output(runner: TorchRunner, ids: Sequence[int], output: int) -> list[int]:
+    key = (tuple(ids), output)
+    if key not in _ALONE:
+        _ALONE[key] = serve(runner, [ids], output=output)[0]
+    return _ALONE[key]
+
+
+BATCHES = st.builds(
+    lambda seqs, extra, chunk: BatchSettings(seqs, seqs + extra, chunk),
+    st.integers(1, 6), st.integers(0, 40), st.integers(1, 40),
+)  # fmt: skip
+CALLS = st.tuples(st.sampled_from(HEADS), st.integers(1, 24), st.lists(st.integers(3, 9), max_size=12))
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@hypothesis_settings(
+    max_examples=400 if PROVE else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    calls=st.lists(CALLS, min_size=1, max_size=6),
+    batches=st.lists(BATCHES, min_size=1, max_size=4),
+    every=st.integers(1, 12),
+    blocks=st.integers(16, 60),
+    caching=st.booleans(),
+    speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
+    aborts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=2),
+    output=st.sampled_from([1, 12, 20]),
+)
+def test_no_schedule_changes_a_token_or_loses_a_block(
+    runner: TorchRunner,
+    calls: list[tuple[list[int], int, list[int]]],
+    batches: list[BatchSettings],
+    every: int,
+    blocks: int,
+    caching: bool,
+    speculation: NgramSpeculation | None,
+    aborts: list[tuple[int, int]],
+    output: int,
+) -> None:
+    """Chunks, batches, prefix hits, guesses, preemptions, aborts and settings that change while requests run."""
+    prompts = [[*head[:shared], *tail] for head, shared, tail in calls]
+    pool = BlockPool(blocks, BLOCK, prefix_caching=caching)
+    scheduler = Scheduler(batches[0], pool, max_model_len=256, speculation=speculation)
+    scheduler._reserve_ratio = 0.0  # so that some are preempted
+    requests = [
+        Request(f"r{index}", len(ids), output, float(index), prompt_ids=ids, params=GREEDY)
+        for index, ids in enumerate(prompts)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    gone = set()
+    steps = 0
+    while scheduler.has_work:
+        if steps % every == 0:
+            scheduler.apply(batches[steps // every % len(batches)])
+        step = scheduler.plan(0.0)
+        assert step.items
+        for index, when in aborts:
+            if when == steps and index < len(requests) and scheduler.abort(f"r{index}") is not None:
+                gone.add(f"r{index}")
+        live = tuple(item for item in step.items if item.request.id not in gone)
+        scheduler.commit(step, runner.run(dataclasses.replace(step, items=live)) if live else {}, 0.0)
+        scheduler.check_integrity()
+        assert pool.used + pool.cached + pool.free == pool.usable
+        steps += 1
+    assert pool.used == 0
+    for request, ids in zip(requests, prompts, strict=True):
+        expected = alone_output(runner, ids, output)
+        assert request.output_ids == (expected[: request.output_tokens] if request.id in gone else expected)
 
 
 def test_the_paged_cache_gives_what_whole_recomputation_gives(

@@ -4,6 +4,7 @@ The real model's oracle is loaded by transformers' own GGUF reader (dequantisati
 code with ours.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tidegate_engine.transformer import build_decoder, forward, layer_caches, ne
 from tidegate_engine.weights_gguf import load_gguf
 from tidegate_kernels.reference import ragged_batch
 
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 BLOCK = 16
 
 
@@ -124,6 +126,46 @@ def test_the_real_model_kept_in_the_files_own_bits_has_the_same_logits(real_mode
     found = logits_of(real_model, ids, precision=as_stored(Precision()))
     assert (found - expected).abs().max() <= 1e-3
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+QUESTIONS = (
+    "What is the capital of France?", "Write a short poem about the tide.", "Count from one to ten.",
+    "Why is the sky blue?", "Name three rivers in Europe.", "Explain photosynthesis to a child.",
+    "What is 12 times 12?", "Translate 'good morning' into French.", "Tell me a joke about a harbour.",
+    "How do I boil an egg?", "Who wrote Romeo and Juliet?", "List the planets of the solar system.",
+    "Write a Python function that adds two numbers.", "What is the difference between a sea and a lake?",
+    "Give me a recipe for pancakes.", "Was ist die Hauptstadt von Deutschland?", "Describe a lighthouse at night.",
+    "What does an operating system do?", "Write a letter to my landlord about a leaking tap.", "¿Qué es la marea?",
+)  # fmt: skip
+ASKED, ANSWER_TOKENS = (len(QUESTIONS), 64) if PROVE else (2, 12)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_the_real_model_writes_the_text_of_transformers(real_model: Path, oracle: Any) -> None:
+    tokenizer = load_tokenizer(real_model)
+    runner = TorchRunner(real_model, options=TorchOptions(kv_blocks=200))
+    scheduler = Scheduler(BatchSettings(len(QUESTIONS), 512, 16), BlockPool(200, BLOCK), max_model_len=512)
+    prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS[:ASKED]]
+    requests = [
+        Request(str(number), len(ids), ANSWER_TOKENS, 0.0, prompt_ids=ids, params=SamplingParams(temperature=0))
+        for number, ids in enumerate(prompts)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        step = scheduler.plan(0.0)
+        scheduler.commit(step, runner.run(step), 0.0)
+    for request, ids in zip(requests, prompts, strict=True):
+        with torch.inference_mode():
+            expected = oracle.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),
+                do_sample=False,
+                max_new_tokens=ANSWER_TOKENS,
+            )
+        assert tokenizer.decode(request.output_ids) == tokenizer.decode(expected[0, len(ids) :].tolist())
+    assert max(len(set(request.output_ids)) for request in requests) > ANSWER_TOKENS // 2
 
 
 def test_the_real_model_answers_as_transformers_does(real_model: Path, oracle: Any) -> None:

@@ -250,6 +250,16 @@ def test_tables_of_old_checkpoints_and_the_parts_that_see_are_left_alone(copy: C
     assert len(config.layers) == 3
 
 
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
+def test_a_damaged_header_is_loaded_or_refused_in_one_sentence_and_takes_no_memory(
+    copy: Callable[[str], Path], load_damaged: Callable[[Path, int], dict[str, int]], case: str
+) -> None:
+    counts = load_damaged(copy(case), 300 if PROVE else 30)
+    assert counts["refused"] > counts["loaded"] > 0
+
+
 VALUES: list[Any] = [
     None,
     True,
