@@ -24,6 +24,8 @@ class ModelError(Exception):
     """The model cannot be served. `reason` is CamelCase, the message one sentence; as text: `Reason: message`."""
 
     def __init__(self, reason: str, message: str) -> None:
+        # A damaged file's names may hold anything.
+        message = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in message)
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message

@@ -1,6 +1,5 @@
 """What a process takes while it loads a quantised model: the bytes of the file, never those of its values."""
 
-import json
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tidegate_engine import cli
 from tidegate_engine.allocator import freed_at_once
@@ -74,36 +72,6 @@ def write_gguf(path: Path, size: Size, kind: gguf.GGMLQuantizationType) -> Path:
     return path
 
 
-FOLDER_NAMES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-
-
-def write_mlx(folder: Path, size: Size) -> Path:
-    folder.mkdir()
-    norm = torch.ones(size.hidden)
-    tensors = {"model.embed_tokens.weight": torch.ones(VOCAB, size.hidden), "model.norm.weight": norm}
-    for layer in range(size.layers):
-        stem = f"model.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{stem}.{name}.weight"] = norm
-        for name, (rows, columns) in size.matrices.items():
-            module = f"{stem}.{FOLDER_NAMES[name]}"
-            tensors[f"{module}.weight"] = torch.randint(0, 1 << 31, (rows, columns // 8)).to(torch.uint32)
-            for part in ("scales", "biases"):
-                tensors[f"{module}.{part}"] = torch.full((rows, columns // 64), 1e-3, dtype=torch.float16)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = {
-        "model_type": "llama", "hidden_size": size.hidden, "intermediate_size": size.inner, "vocab_size": VOCAB,
-        "num_hidden_layers": size.layers, "num_attention_heads": HEADS, "max_position_embeddings": 256,
-        "tie_word_embeddings": True, "quantization": {"bits": 4, "group_size": 64},
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def write_packed(folder: Path, size: Size) -> Path:
     source = write_gguf(folder.with_suffix(".gguf"), size, gguf.GGMLQuantizationType.Q4_0)
     assert cli.main(["pack", "--model", str(source), "--output", str(folder), "--precision", "stored"]) == 0
@@ -114,7 +82,6 @@ WRITERS: dict[str, Callable[[Path, Size], Path]] = {
     "Q4_0": lambda path, size: write_gguf(path, size, gguf.GGMLQuantizationType.Q4_0),
     "Q4_K": lambda path, size: write_gguf(path, size, gguf.GGMLQuantizationType.Q4_K),
     "Q6_K": lambda path, size: write_gguf(path, size, gguf.GGMLQuantizationType.Q6_K),
-    "mlx": write_mlx,
     "packed": write_packed,
 }
 
