@@ -321,11 +321,14 @@ class Process:
             default_drain_seconds=options.shutdown_timeout_seconds,
         )
         logger.info(
-            "ready: %s on %s:%d, admin on %d",
+            "ready: %s on %s:%d, admin on %d; %d KV blocks of %d tokens in %s",
             ", ".join(options.served_names),
             options.host,
             self.api_port,
             self.admin_port,
+            info.kv_blocks,
+            info.block_tokens,
+            info.kv_dtype,
         )
         try:
             return await self._until_left(engine, drain, api_task)
