@@ -220,7 +220,7 @@ def test_histograms_are_cumulative_inclusive_and_add_up(left: list[float], right
 
 
 def test_host_memory_for_evicted_blocks_is_shown_where_there_is_some() -> None:
-    host = HostUse(slots=10, used=4, stored_blocks=7, loaded_blocks=3, block_tokens=16, block_bytes=1000)
+    host = HostUse(slots=10, used=4, stored_blocks=7, loaded_blocks=3, tokens_per_block=16, block_bytes=1000)
     samples = samples_of(now=replace(snapshot(), host=host))
     assert value(samples, "tidegate_engine_host_kv_blocks", state="free") == 6
     assert value(samples, "tidegate_engine_host_kv_bytes_total", direction="stored") == 7000

@@ -24,7 +24,9 @@ from tidegate_engine.request import (
     SampledToken,
     SamplingParams,
     Step,
+    StepItem,
     TokenEvent,
+    Window,
 )
 from tidegate_engine.scheduler import AGEING_SECONDS, MAX_BYPASSES, RESERVE_RATIO_START, RequestRefused, Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -55,9 +57,13 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeRunner:
-    """Keeps what each slot holds: (salt, ids up to there). Fails when a step reads what was not written."""
+    """Keeps what each slot holds: (salt, group, ids up to there). Fails when a step reads what was not written.
 
-    def __init__(self) -> None:
+    A group of layers reads as far back as its window says.
+    """
+
+    def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
+        self.windows = windows
         self.slots: dict[tuple[int, int], tuple[object, ...]] = {}
         self.host: dict[tuple[int, int], tuple[object, ...]] = {}
 
@@ -79,13 +85,9 @@ class FakeRunner:
             ids = [*known, *item.drafts]
             assert item.count >= 1 and item.start + item.count <= len(ids)
             assert item.samples == (item.start + item.count == len(ids))
-            assert NULL_BLOCK not in item.blocks
-            for position in range(item.start + item.count):
-                slot = item.blocks[position // BLOCK], position % BLOCK
-                content = (request.cache_salt, *ids[: position + 1])
-                if position < item.start:
-                    assert self.slots.get(slot) == content, f"{request.id} reads position {position}, never written"
-                self.slots[slot] = content
+            for group, tokens_seen in enumerate(self.windows):
+                window = Window(len(ids)) if tokens_seen is None else Window(tokens_seen)
+                self.attend(item, ids, group=group, window=request.window or window)
             if item.samples:
                 chosen = [next_token(request.cache_salt, known)]
                 while len(chosen) <= len(item.drafts) and item.drafts[len(chosen) - 1] == chosen[-1]:
@@ -93,6 +95,19 @@ class FakeRunner:
                 first, *following = [SampledToken(token, is_eos=token == EOS) for token in chosen]
                 tokens[request.id] = first._replace(following=tuple(following))
         return tokens
+
+    def attend(self, item: StepItem, ids: Sequence[int], *, group: int, window: Window) -> None:
+        request = item.request
+        for position in range(item.start + item.count):
+            if window.sinks <= position <= item.start - window.tokens:
+                continue
+            block = item.blocks[position // BLOCK * len(self.windows) + group]
+            assert block != NULL_BLOCK, f"{request.id} has no block for position {position} in group {group}"
+            slot = block, position % BLOCK
+            content = (request.cache_salt, request.window, group, *ids[: position + 1])
+            if position < item.start:
+                assert self.slots.get(slot) == content, f"{request.id} reads position {position}, never written"
+            self.slots[slot] = content
 
 
 def make_request(
@@ -116,9 +131,10 @@ def make_scheduler(
     prefix_caching: bool = True,
     speculation: NgramSpeculation | None = None,
     host_slots: int = 0,
+    windows: Sequence[int | None] = (None,),
 ) -> Scheduler:
     host = HostPool(host_slots) if host_slots else None
-    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching, host=host)
+    pool = BlockPool(1 + blocks, BLOCK, prefix_caching=prefix_caching, host=host, windows=windows)
     return Scheduler(settings, pool, max_model_len=1000, speculation=speculation)
 
 
@@ -790,6 +806,42 @@ def test_a_token_that_is_deferred_comes_later_and_changes_nothing() -> None:
     assert [request.output_ids for request in requests] == [expected_output(request)[0] for request in requests]
 
 
+# --- windows
+
+
+@pytest.mark.parametrize("window", [1, BLOCK, BLOCK + 1, 11])
+def test_a_long_answer_behind_a_window_takes_no_more_blocks_than_the_window_holds(window: int) -> None:
+    most = -(-(window - 1) // BLOCK) + 1
+    scheduler = make_scheduler(blocks=most, windows=[window])
+    request = make_request("a", range(50), max_tokens=300)
+    scheduler.add(request)
+    drain(scheduler, FakeRunner([window]))
+    assert request.output_ids == expected_output(request)[0]
+    assert (request.finish_reason, scheduler.preemptions["kv"]) == (FinishReason.LENGTH, 0)
+
+
+def test_layers_that_see_all_keep_their_blocks_and_those_with_a_window_give_theirs_back() -> None:
+    windows = [None, 6, 6]
+    scheduler = make_scheduler(blocks=200, windows=windows)
+    runner = FakeRunner(windows)
+    scheduler.add(make_request("a", range(10), max_tokens=90))
+    used = []
+    while scheduler.has_work:
+        drive(scheduler, runner)
+        used.append(scheduler.blocks.used)
+    assert max(used) == 25 + 2 * 3  # a hundred tokens of one group, and a window of two
+    assert make_scheduler(blocks=31, windows=windows).blocks.tokens_that_fit(make_request("a", [1])) == 100
+
+
+def test_prompts_behind_a_window_share_its_blocks_by_turns_and_all_end() -> None:
+    scheduler = make_scheduler(BatchSettings(4, 24, 16), blocks=9, windows=[8])
+    requests = [make_request(f"r{number}", [number + 1] * 60, max_tokens=20) for number in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    drain(scheduler, FakeRunner([8]))
+    assert [request.output_ids for request in requests] == [expected_output(request)[0] for request in requests]
+
+
 # --- guessing ahead
 
 
@@ -903,16 +955,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         speculation=st.sampled_from([None, NgramSpeculation(4, 1, 2)]),
         host_slots=st.sampled_from([0, 1, 5, 30, 200]),
+        windows=st.sampled_from([(None,), (None,), (9,), (1,), (None, 6), (5, None, 5), (3, 8)]),
     )
-    def set_up(self, blocks: int, prefix_caching: bool, speculation: NgramSpeculation | None, host_slots: int) -> None:
+    def set_up(
+        self,
+        blocks: int,
+        prefix_caching: bool,
+        speculation: NgramSpeculation | None,
+        host_slots: int,
+        windows: tuple[int | None, ...],
+    ) -> None:
         self.scheduler = make_scheduler(
             BatchSettings(4, 16, 8),
-            blocks=blocks,
+            blocks=blocks * len(windows),
             prefix_caching=prefix_caching,
             speculation=speculation,
             host_slots=host_slots,
+            windows=windows,
         )
-        self.runner = FakeRunner()
+        self.runner = FakeRunner(windows)
         self.requests: list[Request] = []
         self.ends: dict[str, FinishReason] = {}
         self.step: Step | None = None
@@ -930,6 +991,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=st.booleans(),
             stop_token_ids=st.sampled_from([(), (3,)]),
         ),
+        window=st.sampled_from([None, None, Window(6, sinks=3), Window(2)]),
     )
     def add(
         self,
@@ -940,6 +1002,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         age: float,
         salt: str,
         params: SamplingParams,
+        window: Window | None,
     ) -> None:
         ids = (*head, *tail)
         name = f"r{len(self.requests)}"
@@ -952,6 +1015,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             params=params,
             priority=priority,
             cache_salt=salt,
+            window=window if self.runner.windows == (None,) else None,
         )
         self.scheduler.add(request)
         self.requests.append(request)

@@ -433,8 +433,8 @@ def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
         used=host.used,
         stored_blocks=host.stored_blocks,
         loaded_blocks=host.loaded_blocks,
-        block_tokens=info.block_tokens,
-        block_bytes=info.block_tokens * info.kv_token_bytes,
+        tokens_per_block=info.block_tokens / len(info.kv_windows),
+        block_bytes=info.group_block_bytes,
     )
 
 
@@ -458,6 +458,8 @@ def build_engine(
     """An engine for a loaded model. `on_idle` is called when the loop has nothing to do."""
     info = runner.info
     host = HostPool(info.host_blocks) if info.host_blocks and prefix_caching else None
-    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host)
+    pool = BlockPool(
+        info.group_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host, windows=info.kv_windows
+    )
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=speculation)
     return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), on_idle=on_idle)

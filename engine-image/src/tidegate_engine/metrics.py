@@ -90,7 +90,8 @@ class HostUse:
     used: int
     stored_blocks: int
     loaded_blocks: int
-    block_tokens: int
+    tokens_per_block: float
+    """Fewer than a block has where layers form groups, and each has a block of its own for them."""
     block_bytes: int
 
 
@@ -422,7 +423,7 @@ def _host(host: HostUse) -> Iterator[Metric]:
         f"{PREFIX}host_cached_tokens",
         "Tokens whose KV came back from host memory instead of being computed again.",
         (),
-        [((), host.loaded_blocks * host.block_tokens)],
+        [((), host.loaded_blocks * host.tokens_per_block)],
     )
 
 

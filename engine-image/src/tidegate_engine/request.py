@@ -47,6 +47,13 @@ class SamplingParams:
     """llguidance's grammar that the whole answer follows; its end ends the answer."""
 
 
+class Window(NamedTuple):
+    """How far back a token sees: the newest `tokens`, itself included, and the first `sinks` of the context."""
+
+    tokens: int
+    sinks: int = 0
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One inference request. Times are seconds of the caller's monotonic clock."""
@@ -60,6 +67,8 @@ class Request:
     priority: int = 0
     """Lower runs first."""
     cache_salt: str = ""
+    window: Window | None = None
+    """None = what the model sees."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks of prompt + output; filled by the block pool, or brought ready-made (then without
     `prompt_ids`)."""
@@ -116,8 +125,8 @@ class StepItem(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     samples: bool
     blocks: Sequence[int]
-    """The request's own block table (no copy), long enough for start + count tokens. Valid until the step's commit,
-    also when the request is aborted meanwhile; it may be longer than needed."""
+    """The request's own block table (no copy), long enough for start + count tokens, as `blocks` lays it out. Valid
+    until the step's commit, also when the request is aborted meanwhile; it may be longer than needed."""
     drafts: Sequence[int] = ()
     """Guesses of the tokens that follow the known ones; the last positions of the item, and each yields a token."""
 

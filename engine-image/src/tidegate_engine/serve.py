@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from tidegate_engine.admin import AdminState, LiveBatching, Loaded, create_admin, probe_live
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
+from tidegate_engine.blocks import tokens_that_fit, windows_of
 from tidegate_engine.completions import Completions, Limits, Tokenizer
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.drain import Drain
@@ -242,7 +243,7 @@ class Process:
         limits = Limits(
             options.served_names,
             info.max_model_len,
-            (info.kv_blocks - 1) * info.block_tokens,
+            tokens_that_fit(info.group_blocks - 1, info.block_tokens, windows_of(info.kv_windows)),
             options.max_queued,
             options.context_policy,
             honours_priority=options.honours_priority,

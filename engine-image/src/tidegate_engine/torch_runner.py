@@ -33,13 +33,14 @@ from tidegate_engine.transformer import (
     DecoderConfig,
     build_decoder,
     forward,
+    kv_groups,
     kv_token_bytes,
     layer_caches,
     new_kv_pool,
     parameter_shapes,
 )
 from tidegate_engine.weights import ModelError
-from tidegate_kernels.reference import ragged_batch
+from tidegate_kernels.reference import in_other_tables, ragged_batch
 
 DTYPES = {
     "float32": torch.float32,
@@ -101,11 +102,15 @@ class TorchRunner:
         with freed_at_once():
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
-        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype)
+        groups = kv_groups(config)
+        token_bytes = kv_token_bytes(config, kv_dtype, groups)
+        blocks = options.kv_blocks or _affordable_blocks(token_bytes * options.block_tokens, options.block_tokens)
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
-        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
-        self._caches = layer_caches(config, self._pool)
+        self._pool = new_kv_pool(
+            config, blocks=blocks * len(groups), block_tokens=options.block_tokens, dtype=kv_dtype, groups=groups
+        )
+        self._caches = layer_caches(config, self._pool, groups)
         self._host: HostBlocks | None = None
         self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
         weights_done = time.monotonic()
@@ -119,13 +124,14 @@ class TorchRunner:
             weight_dtype=self._decoder.weight_precision,
             kv_dtype=precision.kv_dtype,
             weight_bytes=self._decoder.weight_bytes,
-            kv_token_bytes=kv_token_bytes(config, kv_dtype),
+            kv_token_bytes=token_bytes,
             kv_blocks=blocks,
             block_tokens=options.block_tokens,
             gpu_product=None,
             gpu_count=0,
             eos_token_ids=checkpoint.eos_token_ids,
             structured_outputs=masks is not None,
+            kv_windows=tuple(group.window for group in groups),
         )
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
@@ -154,12 +160,14 @@ class TorchRunner:
         token_ids = [token for item in items for token in _token_ids(item)]
         self._sampler.prepare(items)
         self._clear_unwritten(items)
+        first, *others = _tables_by_group(items, groups=len(self._info.kv_windows))
         batch = ragged_batch(
             [item.count for item in items],
             [item.start + item.count for item in items],
-            [item.blocks for item in items],
+            first,
             cache=self._caches[0],
         )
+        batch = replace(batch, others=tuple(in_other_tables(batch, tables) for tables in others))
         logits = forward(
             self._decoder,
             torch.tensor(token_ids),
@@ -176,23 +184,22 @@ class TorchRunner:
     def _make_host(self, host_bytes: int) -> HostBlocks | None:
         """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""
         info = self._info
-        block_bytes = info.kv_token_bytes * info.block_tokens
-        slots = host_bytes // block_bytes
+        slots = host_bytes // info.group_block_bytes
         if not slots:
             return None
-        available = Machine().available_bytes() - info.kv_blocks * block_bytes
+        available = Machine().available_bytes() - info.group_blocks * info.group_block_bytes
         if host_bytes > available:
             raise ModelError(
                 "HostPoolTooLarge",
                 f"{host_bytes / 2**20:.0f} MiB are asked for evicted KV blocks; beside the KV cache "
                 f"{max(0, available) / 2**20:.0f} MiB are available",
             )
-        host = HostBlocks(self._caches, slots)
+        host = HostBlocks(self._pool, slots)
         sequences, tokens = WARM_UP_SHAPES[0]
         computing = _seconds(lambda: self._run_dummy(sequences, tokens)) * info.block_tokens / tokens
-        copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.kv_blocks))]
+        copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.group_blocks))]
         host.copy(Step(0, (), 0, stores=copies))
-        copying = _seconds(lambda: host.copy(Step(0, (), 0, loads=copies))) / len(copies)
+        copying = _seconds(lambda: host.copy(Step(0, (), 0, loads=copies))) / len(copies) * len(info.kv_windows)
         if copying >= computing:
             logger.warning(
                 "evicted KV blocks are not kept: copying one back takes %.2f ms, computing it %.2f ms",
@@ -214,11 +221,12 @@ class TorchRunner:
 
         What an earlier request left behind the last token gets the weight zero, and zero times its NaN would be NaN.
         """
-        size = self._info.block_tokens
+        size, groups = self._info.block_tokens, len(self._info.kv_windows)
         begun = [
-            item.blocks[end // size]
+            block
             for item in items
             if (end := item.start + item.count) % size > 0 and end % size <= item.count
+            for block in item.blocks[end // size * groups : (end // size + 1) * groups]
         ]
         if begun:
             for part in self._pool:
@@ -233,7 +241,7 @@ class TorchRunner:
         """A step whose tokens nobody gets, in blocks that are free."""
         size = self._info.block_tokens
         count = min(tokens, self._info.max_model_len, (self._info.kv_blocks - 1) * size)
-        blocks = list(range(1, 1 + -(-count // size)))
+        blocks = list(range(1, 1 + -(-count // size) * len(self._info.kv_windows)))
         items = tuple(
             StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, blocks)
             for index in range(sequences)
@@ -253,6 +261,13 @@ def _token_ids(item: StepItem) -> list[int]:
     if not item.drafts:
         return item.request.token_ids(item.start, item.count)
     return [*item.request.token_ids(item.start, item.count - len(item.drafts)), *item.drafts]
+
+
+def _tables_by_group(items: Sequence[StepItem], *, groups: int) -> list[list[Sequence[int]]]:
+    """The items' block tables in each group of layers."""
+    if groups == 1:
+        return [[item.blocks for item in items]]
+    return [[item.blocks[group::groups] for item in items] for group in range(groups)]
 
 
 def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
@@ -278,8 +293,7 @@ def _settle(precision: Precision, config: DecoderConfig, stored: Mapping[str, in
     return precision
 
 
-def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype) -> int:
-    block_bytes = kv_token_bytes(config, dtype) * block_tokens
+def _affordable_blocks(block_bytes: int, block_tokens: int) -> int:
     available = Machine().available_bytes()
     blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:

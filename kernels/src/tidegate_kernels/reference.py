@@ -5,7 +5,7 @@ size. Caches are `[blocks, K, block tokens, D]`. Owns no state and no policy; th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,8 @@ class Cache:
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    group: int = 0
+    """Of the layers that share block tables: see `Ragged.of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,12 @@ class Ragged:
     block_tokens: int
     groups: dict[tuple[int, int | None], tuple[Group, ...]]
     """What the CPU path goes through, by key-value heads and window: filled when a layer first asks for its own."""
+    others: "tuple[Ragged, ...]" = ()
+    """The same rows in the block tables of the other groups of layers, from group 1 on."""
+
+    def of(self, cache: Cache) -> "Ragged":
+        """The rows in the block tables of the cache's group."""
+        return self.others[cache.group - 1] if cache.group else self
 
 
 def ragged_batch(
@@ -151,9 +159,7 @@ def ragged_batch(
     """
     block_tokens = cache.keys.shape[2]
     blocks = [-(-length // block_tokens) for length in kv_lengths]
-    widest = max(blocks)
-    # Padding with an own block: whatever stale values it holds, they are this sequence's.
-    table = torch.tensor([[*row[:used], *[row[0]] * (widest - used)] for row, used in zip(tables, blocks, strict=True)])
+    table = _padded(tables, blocks)
     queries, lengths = torch.tensor(query_lengths), torch.tensor(kv_lengths)
     starts = torch.cat((queries.new_zeros(1), queries.cumsum(0)))
     owner = torch.repeat_interleave(queries)
@@ -163,11 +169,30 @@ def ragged_batch(
         kv_lengths=lengths.int(),
         block_tables=table.int(),
         positions=positions,
-        slots=table[owner, positions // block_tokens] * block_tokens + positions % block_tokens,
+        slots=_slots(table, owner, positions, block_tokens),
         counts=(query_lengths, kv_lengths),
         block_tokens=block_tokens,
         groups={},
     )
+
+
+def in_other_tables(batch: Ragged, tables: Sequence[Sequence[int]]) -> Ragged:
+    """The same step in the blocks of another group of layers."""
+    new, lengths = batch.counts
+    table = _padded(tables, [-(-length // batch.block_tokens) for length in lengths])
+    owner = torch.repeat_interleave(torch.tensor(new))
+    slots = _slots(table, owner, batch.positions, batch.block_tokens)
+    return replace(batch, block_tables=table.int(), slots=slots, groups={})
+
+
+def _padded(tables: Sequence[Sequence[int]], blocks: Sequence[int]) -> Tensor:
+    """The first `blocks[i]` of `tables[i]`, padded with an own block: what it holds of old, it is this sequence's."""
+    widest = max(blocks)
+    return torch.tensor([[*row[:used], *[row[0]] * (widest - used)] for row, used in zip(tables, blocks, strict=True)])
+
+
+def _slots(table: Tensor, owner: Tensor, positions: Tensor, block_tokens: int) -> Tensor:
+    return table[owner, positions // block_tokens] * block_tokens + positions % block_tokens
 
 
 def attention_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Group, ...]:
