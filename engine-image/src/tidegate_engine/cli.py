@@ -588,6 +588,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_runner_flags(here)
     _add_memory_flags(here)
     _add_settings_flags(here)
+    bench.set_defaults(pooler_config=None, enable_lora=False, chat_template=None)
     bench.set_defaults(engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"])
     serve = commands.add_parser(
         "serve",
@@ -656,7 +657,7 @@ def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _add_window_flags(local)
     _add_precision_flags(local)
     _add_memory_flags(local)
-    chat.set_defaults(pooler_config=None)
+    chat.set_defaults(pooler_config=None, enable_lora=False)
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
