@@ -11,6 +11,7 @@ FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_kernels_under_the_interpreter_equal_the_reference(file: Path) -> None:
     run = subprocess.run(
