@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 WORKERS ?= -n 2 --no-loadscope-reorder
 
-.PHONY: help demo test prove bench bench-engine lint generate clean
+.PHONY: help demo test prove bench bench-engine lint generate resources clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -41,6 +41,9 @@ lint: $(VENV)/.dev
 
 generate: $(VENV)/.dev ## The CRD, from the pydantic models
 	@$(BIN)/python -m tidegate_operator.crd
+
+resources: $(VENV)/.dev ## The table of what GPU kernels take, by compiling them for every architecture
+	@$(BIN)/python -m tidegate_kernels.aot
 
 clean: ## Remove the virtual environment (the cluster's caches: tidegate-local clean)
 	@rm -rf $(VENV)

@@ -20,6 +20,7 @@ from tidegate_engine.cli import main
 from tidegate_engine.load_client import Answer, percentile
 from tidegate_engine.serve import Process
 from tidegate_engine.workload import PlannedRequest, PromptScale
+from tidegate_local import model
 
 StartEngine = Callable[..., Awaitable[Process]]
 SCALE = PromptScale()
@@ -266,6 +267,14 @@ async def test_an_engine_in_this_process_is_measured_and_ctrl_c_shows_what_there
     assert code == 130, err
     figures = json.loads(out)
     assert figures["interrupted"] and figures["unfinished"] == 1
+
+
+async def test_a_model_file_is_measured_in_this_process() -> None:
+    flags = ("--isl", "20", "--osl", "4", "--num-prompts", "2", "--concurrency", "2", "--json", "-")
+    code, out, err = await bench("--model", str(model.path()), *flags)
+    assert code == 0, err
+    figures = json.loads(out)
+    assert (figures["completed"], figures["total_output_tokens"]) == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,13 @@ class AttentionRule:
     window: int | None = None
     soft_cap: float | None = None
     """Bends the scores before the mask; None = not."""
+    sinks: Tensor | None = None
+    """`[H]`: the score of one more key for each head, whose value is zero; None = there is none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing happens between the scores and the softmax over them but the mask."""
+        return self.soft_cap is None and self.sinks is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +371,8 @@ def _attend_decodes(query: Tensor, cache: Cache, group: Group, rule: AttentionRu
         scores = torch.baddbmm(group.mask, grouped, keys.transpose(1, 2), alpha=rule.scale)
     else:
         scores = soft_cap(torch.bmm(grouped, keys.transpose(1, 2)) * rule.scale, rule.soft_cap) + group.mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    sinks = None if rule.sinks is None else rule.sinks.view(kv_heads, -1, 1).repeat(sequences, 1, 1)
+    weights = _shares(scores, sinks).to(query.dtype)
     return torch.bmm(weights, values).view(sequences, heads * size)
 
 
@@ -376,7 +384,7 @@ def _attend_chunk(query: Tensor, cache: Cache, group: Group, rule: AttentionRule
     values = _gather(cache.values, cache.value_scales, group.rows, query.dtype).view(kv_heads, 1, -1, size)
     keys, values = keys[:, :, : group.kv_tokens], values[:, :, : group.kv_tokens]
     shared = query.view(tokens, kv_heads, share, size).permute(1, 2, 0, 3)
-    if rule.soft_cap is None:
+    if rule.is_plain:
         output = F.scaled_dot_product_attention(
             shared,
             keys.expand(-1, share, -1, -1),
@@ -390,13 +398,23 @@ def _attend_chunk(query: Tensor, cache: Cache, group: Group, rule: AttentionRule
         if mask is None:
             own = torch.arange(tokens)
             mask = _chunk_mask(own, own, None).to(query.dtype)
-        capped = []
+        sinks = None if rule.sinks is None else rule.sinks.view(kv_heads, share, 1, 1).expand(-1, -1, tokens, 1)
+        parts = []
         # A head at a time: the scores of all would be the largest thing in memory.
-        for own, key, value in zip(shared, keys, values, strict=True):
-            scores = soft_cap(torch.matmul(own, key.transpose(1, 2)) * rule.scale, rule.soft_cap) + mask
-            capped.append(torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value))
-        output = torch.stack(capped)
+        for head, (own, key, value) in enumerate(zip(shared, keys, values, strict=True)):
+            scores = torch.matmul(own, key.transpose(1, 2)) * rule.scale
+            scores = (scores if rule.soft_cap is None else soft_cap(scores, rule.soft_cap)) + mask
+            weights = _shares(scores, None if sinks is None else sinks[head])
+            parts.append(torch.matmul(weights.to(query.dtype), value))
+        output = torch.stack(parts)
     return output.permute(2, 0, 1, 3).reshape(tokens, heads * size)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of `scores` in fp32; with `sinks`, of which the last dimension is 1, what these leave to the keys."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    return torch.softmax(torch.cat((scores.float(), sinks.float()), dim=-1), dim=-1)[..., :-1]
 
 
 def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:

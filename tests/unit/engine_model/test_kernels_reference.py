@@ -194,6 +194,24 @@ def test_rope_leaves_the_dimensions_beyond_its_tables_alone() -> None:
     assert not torch.allclose(turned[1:, :, :4], x[1:, :, :4])
 
 
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_a_sink_takes_its_share_of_the_weights_and_adds_no_value(cap: float | None) -> None:
+    cache = new_cache()
+    key, value, query = torch.randn(5, KV_HEADS, SIZE), torch.randn(5, KV_HEADS, SIZE), torch.randn(6, HEADS, SIZE)
+    sinks = torch.randn(HEADS)
+    batch = ragged_batch([5], [5], [[3, 1]], cache=cache)
+    reference.store_kv(key, value, cache, batch.slots)
+    decode = ragged_batch([1, 5], [5, 5], [[3, 1], [3, 1]], cache=cache)
+    output = reference.paged_attention(query, cache, decode, AttentionRule(0.3, soft_cap=cap, sinks=sinks))
+    for row, seen in enumerate((5, 1, 2, 3, 4, 5)):
+        for head in range(HEADS):
+            own = head // (HEADS // KV_HEADS)
+            scores = key[:seen, own] @ query[row, head] * 0.3
+            scores = (scores if cap is None else cap * torch.tanh(scores / cap)).exp()
+            expected = scores @ value[:seen, own] / (scores.sum() + sinks[head].exp())
+            torch.testing.assert_close(output[row].view(HEADS, SIZE)[head], expected, atol=1e-5, rtol=1e-5)
+
+
 def test_rows_go_to_the_experts_they_are_counted_for() -> None:
     weights = [Dense(torch.randn(5, 4)) for _ in range(3)]
     x = torch.randn(6, 4)
