@@ -460,6 +460,7 @@ class ThreadNoting(ByteTokenizer):
     """Notes where the work is done: the tests' event loop runs in the main thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.on_main_thread: list[bool] = []
 
     def _note(self) -> None:

@@ -77,6 +77,8 @@ class BlockPool:
         self.host = host
         self.usable = total_blocks - 1
         self.epoch = 0
+        self.touched = 0
+        """The most blocks that ever were written: blocks that were used before are handed out before others."""
         self.releases = 0
         """Grows with every block that becomes available: whoever waits for room need not look while it stands."""
         self._references = [0] * total_blocks
@@ -240,6 +242,13 @@ class BlockPool:
             if index not in _hidden(window, request.num_computed, size)
         )
 
+    def count_empty(self, request: Request) -> int:
+        """Token slots in a running request's blocks that hold no token yet."""
+        full_blocks, begun = divmod(request.num_computed, self.block_tokens)
+        rest = request.blocks[full_blocks * self.groups :]
+        held = sum(1 for block in rest if block)
+        return held * self.block_tokens - begun * sum(1 for block in rest[: self.groups] if block)
+
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each of `blocks`, which `match` returned."""
         for block in blocks:
@@ -261,6 +270,8 @@ class BlockPool:
             self.host.load(hosted, blocks[: len(hosted)])
         for block in blocks:
             self._references[block] = 1
+            if block > self.touched:
+                self.touched = block
         return blocks
 
     def release(self, blocks: Sequence[int], *, fence: int | None = None) -> None:

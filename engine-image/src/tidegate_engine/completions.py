@@ -32,6 +32,7 @@ from tidegate_engine.openai import (
 )
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
 from tidegate_engine.structured import StructureError, compile_grammar
+from tidegate_engine.text_meter import TextMeter
 from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -55,6 +56,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def meter(self) -> TextMeter:
+        """What was encoded so far."""
+        ...
 
     @property
     def chat_template(self) -> str | None:

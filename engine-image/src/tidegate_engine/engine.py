@@ -22,10 +22,10 @@ from tidegate_engine.metrics import (
     FinishedRequest,
     HostUse,
     Snapshot,
-    host_memory_bytes,
     isl_cell,
 )
 from tidegate_engine.ngrams import NgramSpeculation
+from tidegate_engine.process_memory import resident_bytes
 from tidegate_engine.request import FinishReason, Request, SampledToken, Step, TokenEvent
 from tidegate_engine.runner import ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
@@ -229,8 +229,12 @@ class Engine:
     def report(self) -> Report:
         scheduler, runner = self.scheduler, self.runner
         pool, info, settings = scheduler.blocks, runner.info, scheduler.settings
-        memory = {"weights": info.weight_bytes, "kv": info.kv_token_bytes * info.block_tokens * info.kv_blocks}
-        resident = host_memory_bytes()
+        memory = {"weights": info.weight_bytes, "kv": info.group_block_bytes * info.group_blocks}
+        if (grown := runner.grown_bytes()) is not None:
+            kept = pool.touched + (0 if pool.host is None else pool.host.used)
+            memory["workspace"] = max(0, grown - kept * info.group_block_bytes)
+        if (resident := resident_bytes()) is not None:
+            memory["host"] = resident
         snapshot = Snapshot(
             running=scheduler.running,
             waiting=scheduler.waiting,
@@ -248,11 +252,12 @@ class Engine:
             step_model=runner.step_model or self.fit.model,
             step_model_residual_ratio=self.fit.residual_ratio,
             step_model_samples=self.fit.samples,
-            memory_bytes=memory if resident is None else {**memory, "host": resident},
+            memory_bytes=memory,
             start_seconds=runner.start_seconds,
             drafted_tokens=scheduler.drafted_tokens,
             accepted_tokens=scheduler.accepted_tokens,
             host=None if pool.host is None else _host_use(pool.host, info),
+            kv_waste_ratio=scheduler.kv_waste_ratio,
         )
         return Report(self.metrics.counts, snapshot)
 

@@ -65,6 +65,10 @@ class Runner(Protocol):
         """Seconds by phase: weights, warmup."""
         ...
 
+    def grown_bytes(self) -> int | None:
+        """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
+        ...
+
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         """Compute `step`; returns a token by request id for every item that samples. Blocking."""
         ...

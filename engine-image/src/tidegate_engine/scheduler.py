@@ -121,6 +121,13 @@ class Scheduler:
         return sum(request.num_computed for request in self._running)
 
     @property
+    def kv_waste_ratio(self) -> float | None:
+        """Share of the token slots in used blocks that hold none; None while none is used."""
+        slots = self.blocks.used * self.blocks.block_tokens
+        empty = sum(self.blocks.count_empty(request) for request in list(self._running))
+        return min(1.0, empty / slots) if slots else None
+
+    @property
     def running_output_past_edges(self) -> dict[int, int]:
         """By lower edge: running requests with at least so many output tokens."""
         outputs = [request.output_tokens for request in self._running]

@@ -255,6 +255,10 @@ class Process:
 
         async def render_metrics() -> bytes:
             report = await engine.report()
+            meter = model.tokenizer.meter
+            metrics.counts.encoded_characters = meter.characters
+            metrics.counts.encoded_tokens = meter.tokens
+            metrics.counts.encoding_seconds = meter.seconds
             snapshot = _with_settings(report.snapshot, batching)
             return await asyncio.to_thread(
                 render,

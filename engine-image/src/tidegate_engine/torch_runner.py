@@ -25,6 +25,7 @@ from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
+from tidegate_engine.process_memory import forget_peak, peak_bytes, resident_bytes
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
@@ -136,6 +137,7 @@ class TorchRunner:
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
+        self._loaded_bytes = resident_bytes() if forget_peak() else None
 
     @property
     def info(self) -> ModelInfo:
@@ -148,6 +150,11 @@ class TorchRunner:
     @property
     def start_seconds(self) -> Mapping[str, float]:
         return self._start_seconds
+
+    def grown_bytes(self) -> int | None:
+        """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
+        peak = peak_bytes()
+        return None if peak is None or self._loaded_bytes is None else max(0, peak - self._loaded_bytes)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Mapping[str, SampledToken]:
