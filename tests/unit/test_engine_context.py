@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from hypothesis import given, settings
@@ -172,6 +173,46 @@ async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
     assert again.usage.prompt_tokens_details.cached_tokens > 3000
     assert short.usage.truncated_tokens == 0
     assert FIRST in runner.prompts[0] and CENTRE not in runner.prompts[0] and LAST in runner.prompts[0]
+
+
+@pytest.mark.parametrize(("policy", "words"), [("reject", 600), ("truncate_left", 4000), ("truncate_middle", 4000)])
+async def test_a_second_question_over_a_document_hits_its_prefix_also_when_it_was_in_host_memory(
+    start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile, policy: str, words: int
+) -> None:
+    profile = replace(fast_profile, max_model_len=2048, kv_blocks=200)
+    runner = make_script("noon", profile=profile)
+    runner._info = replace(runner.info, host_blocks=1000)
+    engine = await start_engine(runner=runner)
+
+    async def ask(text: str, question: str) -> Any:
+        answer: Any = await client.chat.completions.create(
+            model="fast",
+            messages=[{"role": "user", "content": f"{text}\n{question}"}],
+            max_tokens=8,
+            extra_body={"context_policy": policy},
+        )
+        return answer.usage
+
+    async def count_of_host() -> float:
+        async with httpx.AsyncClient() as plain:
+            text = (await plain.get(f"http://127.0.0.1:{engine.api_port}/metrics")).text
+        (line,) = [line for line in text.splitlines() if line.startswith("tidegate_engine_host_cached_tokens_total")]
+        return float(line.split()[1])
+
+    async with client_of(engine) as client:
+        first = await ask(document(words), "Which is last?")
+        second = await ask(document(words), "And which one is the first?")
+        # In the middle's case only what stands before the cut is where it was.
+        shared = first.prompt_tokens * (0.3 if policy == "truncate_middle" else 0.8)
+        assert first.prompt_tokens_details.cached_tokens == 0
+        assert second.prompt_tokens_details.cached_tokens > shared
+        assert (second.truncated_tokens > 0) == (policy != "reject")
+        assert await count_of_host() == 0
+        for number in range(4):  # more than the cache holds
+            await ask(f"{number} " + document(words), "What else?")
+        third = await ask(document(words), "What comes in the middle?")
+        assert third.prompt_tokens_details.cached_tokens > shared
+        assert await count_of_host() > shared / 2
 
 
 async def test_the_servers_policy_holds_where_the_request_says_nothing(start_engine: StartEngine) -> None:
