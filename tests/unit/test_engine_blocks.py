@@ -374,6 +374,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         found = pool.match(request)
         for place, block in enumerate(found):
+            assert isinstance(block, int)
             assert not block or self.written[block] == self.prefix(request, place // pool.groups)
         assert len(found) // pool.groups * BLOCK < len(ids)
         needed = pool.count_needed(request, found)

@@ -221,6 +221,8 @@ class BlockPool:
 
         Call it when no step in flight looks at them.
         """
+        if self.sees_all(request):
+            return
         table, groups = request.blocks, self.groups
         for group, window in enumerate(self._windows_of(request)):
             gone = []

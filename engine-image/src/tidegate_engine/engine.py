@@ -8,11 +8,12 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.host_pool import HostPool
@@ -43,9 +44,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A token, the end of a request, or both. `error` says why a request failed."""
+class Output(NamedTuple):
+    """A token, the end of a request, or both. `error` says why a request failed.
+
+    A named tuple, since one is made for each token.
+    """
 
     token: SampledToken | None
     finish_reason: FinishReason | None = None
@@ -360,23 +363,28 @@ class Engine:
 
     def _publish(self, events: list[TokenEvent]) -> None:
         counts = self.metrics.counts
-        itl, live_requests, outbox = counts.itl, self._live, self._outbox
+        live_requests, outbox = self._live, self._outbox
+        intervals: dict[float, list[int]] = {}  # the cells of those who waited so long: most of a step waited alike
         for request, token, reason, interval in events:
             live = live_requests[request.id]
             error = token.error if token is not None else None
             if error is None:
                 counts.generation_tokens += 1
-                if interval is not None:
-                    itl[live.cell].observe(interval)
-                else:
+                if interval is None:
                     self._count_first_token(request, live.cell)
+                elif interval in intervals:
+                    intervals[interval].append(live.cell)
+                else:
+                    intervals[interval] = [live.cell]
             elif token is not None and token.is_corrupted:
                 counts.corrupted_requests += 1
-            output = Output(None if error else token, reason, error)
             if reason is None:
-                outbox.append((live.sink, output))
+                outbox.append((live.sink, _new(Output, (token, None, None, False))))
             else:
-                self._end(request, output)
+                self._end(request, Output(None if error else token, reason, error))
+        for interval, cells in intervals.items():
+            for cell, times in Counter(cells).items():
+                counts.itl[cell].observe(interval, times)
 
     def _count_first_token(self, request: Request, cell: int) -> None:
         counts = self.metrics.counts
@@ -441,6 +449,10 @@ def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
         tokens_per_block=info.block_tokens / len(info.kv_windows),
         block_bytes=info.group_block_bytes,
     )
+
+
+_new = tuple.__new__
+"""What a named tuple's own constructor calls, in half its time."""
 
 
 class EngineFailed(RuntimeError):

@@ -266,6 +266,10 @@ class EngineClient:
         if live is None:
             return
         output, request = wire.read_output(row), live.request
+        if len(row) == 2:
+            request.output_tokens += 1
+            live.sink.push(output)
+            return
         request.num_cached = row[-1]
         if output.token is not None:
             request.output_tokens += 1

@@ -107,10 +107,11 @@ class Request:
 
     def token_ids(self, start: int, count: int) -> list[int]:
         """Ids of positions [start, start + count) of prompt + output."""
+        offset = start - self.prompt_tokens
+        if offset >= 0:
+            return self.output_ids[offset : offset + count]
         prompt = list(self.prompt_ids[start : start + count])
-        rest = count - len(prompt)
-        offset = max(0, start - self.prompt_tokens)
-        return prompt + self.output_ids[offset : offset + rest]
+        return prompt + self.output_ids[: count - len(prompt)]
 
 
 class StepItem(NamedTuple):

@@ -260,14 +260,16 @@ class Scheduler:
             if request.state is not running_state:
                 continue
             token = None
+            may_end = False
             if samples and tokens is not None:
                 token = tokens.get(request.id) or _NO_TOKEN
-                if token.error is not None:
+                token_id, may_end, _, error, _, is_final, is_deferred, _ = token
+                if error is not None:
                     self._finish(request, FinishReason.ERROR, now)
                     events.append(TokenEvent(request, token, FinishReason.ERROR))
                     finished = True
                     continue
-                if token.is_deferred:
+                if is_deferred:
                     request.num_computed -= 1
                     continue
             if request.num_computed // block_tokens > request.num_published:
@@ -275,11 +277,14 @@ class Scheduler:
                 pool.release_unseen(request)
             if not samples:
                 continue
-            if token is not None:
-                request.output_ids.append(token.token_id)
             request.output_tokens = output_tokens = request.output_tokens + 1
-            may_end = token is not None and (token.is_eos or request.params.stop_token_ids)
-            reason = _end_of(request, token) if may_end or output_tokens >= request.max_tokens else None
+            reason = None
+            if token is not None:
+                request.output_ids.append(token_id)
+                if may_end or is_final or request.params.stop_token_ids:
+                    reason = _end_of(request, token)
+            if output_tokens >= request.max_tokens and reason is None:
+                reason = _end_of(request, token)
             before = request.last_token_at
             request.last_token_at = now
             if before is None:
