@@ -31,6 +31,7 @@ from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine, build_engine
 from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
 from tidegate_engine.engine_host import run_engine
+from tidegate_engine.http_protocol import BoundedHttp
 from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.runner import Runner
@@ -171,6 +172,7 @@ def _listener(app: ASGIApp) -> _Listener:
     return _Listener(
         uvicorn.Config(
             app,
+            http=BoundedHttp,
             log_config=None,
             access_log=False,
             server_header=False,
