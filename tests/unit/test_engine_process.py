@@ -25,7 +25,7 @@ from tidegate_engine.engine_client import EngineClient, EngineGone
 from tidegate_engine.engine_host import _Host
 from tidegate_engine.engine_wire import Link
 from tidegate_engine.metrics import EngineMetrics, Snapshot
-from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams, TokenLogprobs
+from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams, TokenLogprobs, Window
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings
 from tidegate_engine.steptime import TERMS, Profile, StepModel
 from tidegate_engine.weights import ModelError
@@ -70,7 +70,15 @@ def test_an_output_crosses_whole(output: Output) -> None:
 @given(PARAMS, st.lists(st.integers(0, 1 << 20), max_size=20), st.text(max_size=9))
 def test_a_request_crosses_whole(params: SamplingParams, prompt: list[int], salt: str) -> None:
     request = Request(
-        "cmpl-1-0", len(prompt), 9, 123.456, prompt_ids=prompt, params=params, priority=-2, cache_salt=salt
+        "cmpl-1-0",
+        len(prompt),
+        9,
+        123.456,
+        prompt_ids=prompt,
+        params=params,
+        priority=-2,
+        cache_salt=salt,
+        window=Window(5, sinks=2),
     )
     facts, ids = orjson.loads(orjson.dumps([wire.request_facts(request), request.prompt_ids]))
     got = wire.read_request(facts, ids)

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tidegate_engine.context import ContextPolicy
+from tidegate_engine.context import DEFAULT_WINDOW, ContextPolicy
 from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.precision import (
@@ -30,6 +30,7 @@ from tidegate_engine.precision import (
     as_stored,
     parse_precision,
 )
+from tidegate_engine.request import Window
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
@@ -124,6 +125,7 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=tuple(args.api_key or ()),
         max_queued=args.max_num_queued_reqs or QUEUED_PER_SEQUENCE * settings.envelope.max_num_seqs[1],
         context_policy=ContextPolicy(args.context_policy),
+        context_window=Window(args.context_window, args.context_sinks),
         tool_call_parser=args.tool_call_parser,
         honours_priority=args.scheduling_policy == "priority",
         speculation=_read_speculation(args),
@@ -553,7 +555,16 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
 def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--context-policy", choices=[policy.value for policy in ContextPolicy], default=ContextPolicy.REJECT.value,
-        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens",
+        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens; "
+        "sliding_window keeps it whole, and each token sees a part of it only",
+    )  # fmt: skip
+    group.add_argument(
+        "--context-window", type=_positive, default=DEFAULT_WINDOW.tokens, metavar="TOKENS",
+        help="how many tokens, itself included, a token sees under sliding_window; default %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--context-sinks", type=_positive, default=DEFAULT_WINDOW.sinks, metavar="TOKENS",
+        help="how many of the first tokens it sees beside them; default %(default)s",
     )  # fmt: skip
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"

@@ -30,7 +30,7 @@ from tidegate_engine.openai import (
     Tool,
     Usage,
 )
-from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
+from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams, Window
 from tidegate_engine.structured import StructureError, compile_grammar
 from tidegate_engine.text_meter import TextMeter
 from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
@@ -127,6 +127,8 @@ class Limits:
     """Whether a call may name its priority."""
     structured_outputs: bool = False
     """Whether the runner can hold an answer to a grammar."""
+    window: Window | None = None
+    """What tokens see under the policy `sliding_window`; None = the model's layers have windows of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +492,13 @@ class Completions:
         self.check_model(call.model)
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        policy = call.context_policy or self.limits.context_policy
+        if policy is ContextPolicy.SLIDING_WINDOW and self.limits.window is None:
+            message = (
+                "context_policy sliding_window is impossible here: the model's layers have windows of their own, which "
+                "it was trained with; reject, truncate_left and truncate_middle are possible"
+            )
+            raise ApiError(400, message, param="context_policy", code="unsupported_parameter")
         if call.priority and not self.limits.honours_priority:
             message = "priority is not honoured here: the server runs requests in the order of their arrival"
             raise ApiError(400, message, param="priority", code="unsupported_parameter")
@@ -524,7 +533,10 @@ class Completions:
         count = call.n or 1
         prompts = [prompt.ids for prompt in fitted]
         self._check_queue(count * len(prompts))
-        limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
+        window = None
+        if (call.context_policy or self.limits.context_policy) is ContextPolicy.SLIDING_WINDOW:
+            window = self.limits.window
+        limits = [plan.output_limit(len(prompt), self.limits, window) for prompt in prompts]
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
         wake = asyncio.Event()
@@ -541,6 +553,10 @@ class Completions:
                     params=plan.params_of(index % count),
                     priority=call.priority,
                     cache_salt=call.cache_salt or "",
+                    # Where a window holds everything it changes nothing, and what others computed can be shared.
+                    window=window
+                    if window is not None and len(prompts[index // count]) + limits[index // count] > window.tokens
+                    else None,
                 ),
                 Detokenizer(stops, include_stop=call.include_stop_str_in_output),
                 tokenizer=self.tokenizer,
@@ -589,7 +605,7 @@ class _Plan:
             return context - self.max_tokens
         return context - min(DEFAULT_ANSWER_TOKENS, context // 4)
 
-    def output_limit(self, prompt_tokens: int, limits: Limits) -> int:
+    def output_limit(self, prompt_tokens: int, limits: Limits, window: Window | None) -> int:
         """max_tokens of a request with such a prompt; raises ApiError when it can never fit."""
         room = limits.max_model_len - prompt_tokens
         if prompt_tokens == 0:
@@ -603,7 +619,7 @@ class _Plan:
                 param=self.param,
                 code="context_length_exceeded",
             )
-        if prompt_tokens > limits.kv_tokens:
+        if window is None and prompt_tokens > limits.kv_tokens:
             raise ApiError(
                 400,
                 f"the {self.param} has {prompt_tokens} tokens; the KV cache holds {limits.kv_tokens}",

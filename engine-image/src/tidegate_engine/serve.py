@@ -26,7 +26,7 @@ from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
 from tidegate_engine.blocks import tokens_that_fit, windows_of
 from tidegate_engine.completions import Completions, Limits, Tokenizer
-from tidegate_engine.context import ContextPolicy
+from tidegate_engine.context import DEFAULT_WINDOW, ContextPolicy
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine, build_engine
 from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
@@ -34,6 +34,7 @@ from tidegate_engine.engine_host import run_engine
 from tidegate_engine.http_protocol import BoundedHttp
 from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
+from tidegate_engine.request import Window
 from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import BatchSettings, SettingsFile
@@ -85,6 +86,8 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     max_queued: int | None = None
     context_policy: ContextPolicy = ContextPolicy.REJECT
+    context_window: Window = DEFAULT_WINDOW
+    """What tokens see under the policy `sliding_window`."""
     honours_priority: bool = False
     """Whether a request may name its priority."""
     tool_call_parser: str | None = None
@@ -253,7 +256,17 @@ class Process:
             if options.tool_call_parser
             else recognise_format(model.tokenizer.chat_template),
             structured_outputs=info.structured_outputs,
+            window=options.context_window if info.kv_windows == (None,) else None,
         )
+        if options.context_policy is ContextPolicy.SLIDING_WINDOW:
+            if limits.window is None:
+                message = "sliding_window is impossible with a model whose layers have windows of their own"
+                raise ServeError("ContextPolicyImpossible", message, exit_code=2)
+            logger.warning(
+                "every token sees only the newest %d and the first %d tokens before it: models that were not trained "
+                "for that forget what lies between, and may repeat themselves",
+                *options.context_window,
+            )
 
         async def render_metrics() -> bytes:
             report = await engine.report()

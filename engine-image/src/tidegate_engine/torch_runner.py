@@ -173,6 +173,7 @@ class TorchRunner:
             [item.start + item.count for item in items],
             first,
             cache=self._caches[0],
+            views=[item.request.window for item in items] if any(item.request.window for item in items) else None,
         )
         batch = replace(batch, others=tuple(in_other_tables(batch, tables) for tables in others))
         logits = forward(

@@ -15,7 +15,7 @@ import torch
 from tidegate_engine import torch_runner
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
-from tidegate_engine.request import Request, SamplingParams
+from tidegate_engine.request import Request, SamplingParams, Window
 from tidegate_engine.rope import Rope
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -152,6 +152,40 @@ def test_a_prefix_of_a_model_with_windows_is_found_again_also_in_host_memory(
     assert last.num_cached == 60
     assert host.loaded_blocks > 0
     assert_as_transformers(oracle, [*document, 8], last.output_ids, logprobs)
+
+
+def test_a_window_with_sinks_says_what_transformers_says_with_such_a_mask(save_family: SaveFamily) -> None:
+    folder, oracle = save_family("llama")
+    runner = TorchRunner(folder, options=TorchOptions(kv_blocks=200, block_tokens=BLOCK, threads=1))
+    scheduler = new_scheduler(runner, caching=True)
+    window = Window(11, sinks=3)
+    ids = prompt(3, 50)
+    for number in range(2):  # the second finds the first one's prefix
+        windowed = Request(f"w{number}", len(ids), 30, 0.0, prompt_ids=ids, params=GREEDY, window=window)
+        plain = Request(f"p{number}", len(ids), 30, 1.0, prompt_ids=ids, params=GREEDY)
+        scheduler.add(windowed)
+        scheduler.add(plain)
+        logprobs = []
+        while scheduler.has_work:
+            step = scheduler.plan(0.0)
+            for request, token, _, _ in scheduler.commit(step, runner.run(step), 0.0):
+                assert token is not None and token.logprobs is not None
+                if request is windowed:
+                    logprobs.append(token.logprobs.logprob)
+            scheduler.check_integrity()
+            for part in runner._pool:
+                part[:, :, [NULL_BLOCK, *scheduler.blocks._free]] = torch.nan
+        assert windowed.num_cached == (48 if number else 0)
+        whole = torch.tensor([[*ids, *windowed.output_ids]])
+        rows = torch.arange(whole.shape[1])
+        seen = (rows <= rows[:, None]) & ((rows > rows[:, None] - window.tokens) | (rows < window.sinks))
+        mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+        with torch.inference_mode():
+            logits = oracle(whole, attention_mask=mask).logits[0, len(ids) - 1 : -1]
+        expected = torch.log_softmax(logits, dim=-1).gather(1, whole[0, len(ids) :, None])[:, 0]
+        assert windowed.output_ids == logits.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=1e-4)
+        assert windowed.output_ids != plain.output_ids
 
 
 @pytest.mark.parametrize(
