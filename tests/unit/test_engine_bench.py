@@ -290,6 +290,15 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(
     assert says in capsys.readouterr().err
 
 
+async def test_a_models_file_is_measured_without_a_server() -> None:
+    from tidegate_local import model
+
+    flags = ("--num-prompts", "2", "--num-warmups", "0", "--isl", "20", "--osl", "4", "--json", "-")
+    code, out, err = await bench("--model", str(model.path()), "--num-gpu-blocks-override", "40", *flags)
+    assert code == 0, err
+    assert json.loads(out)["completed"] == 2
+
+
 def test_the_api_key_is_in_no_result() -> None:
     assert not any("api_key" in name for name in _options_of("--url", "http://x", "--api-key", "secret"))
 

@@ -1,16 +1,17 @@
 """The block pool: books that balance after any sequence of operations, and prefix hits that never lie."""
 
 import os
+import sys
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate_engine import blocks as blocks_module
-from tidegate_engine.blocks import NULL_BLOCK, BlockPool, IntegrityError, OutOfBlocksError
-from tidegate_engine.request import Request
+from tidegate_engine.blocks import NULL_BLOCK, BlockPool, IntegrityError, OutOfBlocksError, tokens_that_fit
+from tidegate_engine.request import Adapter, Request, Window
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 BLOCK = 4
@@ -22,12 +23,14 @@ def make_request(ids: Sequence[int], *, salt: str = "") -> Request:
 
 def run_whole(pool: BlockPool, request: Request) -> None:
     """What the scheduler does with a prompt: share what is known, compute the rest, publish."""
-    shared = pool.match(request)
-    pool.share(shared)
-    request.blocks = shared + pool.allocate(-(-request.total_tokens // pool.block_tokens) - len(shared))
-    request.num_published = len(shared)
+    found = pool.match(request)
+    request.blocks = pool.hand_out(request, found)
+    request.num_published = len(found) // pool.groups
+    request.num_computed = request.num_published * pool.block_tokens
+    pool.fill(request, pool.missing(request, request.total_tokens))
     request.num_computed = request.total_tokens
     pool.publish(request)
+    pool.release_unseen(request)
 
 
 def end(pool: BlockPool, request: Request, *, fence: int | None = None) -> None:
@@ -188,11 +191,11 @@ def test_a_fenced_block_can_be_shared_before_its_step_is_over() -> None:
     end(pool, request, fence=7)
     other = make_request([*range(8), 50])
     shared = pool.match(other)
-    assert pool.count_unused(shared) == 0
-    pool.share(shared)
+    assert pool.count_needed(other, shared) == 1
+    other.blocks = pool.hand_out(other, shared)
     pool.pass_fence(7)
-    pool.check_integrity([shared])
-    assert pool.used == 2
+    pool.check_integrity([other.blocks])
+    assert pool.used == 3
 
 
 def test_a_flush_forgets_and_running_requests_publish_nothing_old() -> None:
@@ -244,6 +247,127 @@ def test_the_integrity_check_can_fail(break_it: str) -> None:
         pool.check_integrity(tables)
 
 
+# --- windows
+
+
+def held(pool: BlockPool, request: Request, group: int = 0) -> list[int]:
+    """Which blocks of its text the request holds in a group."""
+    return [index for index, block in enumerate(request.blocks[group :: pool.groups]) if block]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("computed", [4, 7, 8, 12, 13, 40])
+def test_a_window_keeps_the_blocks_that_the_next_token_sees_and_no_others(window: int, computed: int) -> None:
+    pool = BlockPool(50, BLOCK, windows=[window])
+    request = make_request(range(computed))
+    run_whole(pool, request)
+    seen = range(max(0, computed - window + 1), computed)  # beside itself, which is at `computed`
+    wanted = sorted({position // BLOCK for position in seen} | ({computed // BLOCK} if computed % BLOCK else set()))
+    assert held(pool, request) == wanted
+    assert pool.used == len(wanted)
+
+
+def test_sinks_stay_when_the_window_moves_on() -> None:
+    pool = BlockPool(50, BLOCK)
+    request = make_request(range(40))
+    request.window = Window(8, sinks=5)
+    run_whole(pool, request)
+    assert held(pool, request) == [0, 1, 8, 9]
+
+
+def test_groups_of_layers_keep_what_each_of_them_sees() -> None:
+    pool = BlockPool(100, BLOCK, windows=[5, None, 9])
+    request = make_request(range(24))
+    run_whole(pool, request)
+    assert [held(pool, request, group) for group in range(3)] == [[5], [0, 1, 2, 3, 4, 5], [4, 5]]
+    assert pool.used == 9
+
+
+@pytest.mark.parametrize(
+    ("blocks", "windows", "tokens"),
+    [
+        (10, [None], 40),
+        (10, [None, None], 20),
+        (10, [9], sys.maxsize),  # three blocks at most: eight tokens back, and the next one's
+        (3, [9], sys.maxsize),
+        (2, [9], 8),
+        (10, [9, None], 28),
+        (10, [Window(9, sinks=4)], sys.maxsize),
+        (3, [Window(9, sinks=4)], 12),
+    ],
+)
+def test_what_fits_counts_only_blocks_that_are_seen(
+    blocks: int, windows: list[int | Window | None], tokens: int
+) -> None:
+    assert tokens_that_fit(blocks, BLOCK, [Window(each) if isinstance(each, int) else each for each in windows]) == (
+        tokens
+    )
+
+
+def test_a_prefix_behind_a_window_is_found_without_its_beginning() -> None:
+    pool = BlockPool(1 + 11, BLOCK, windows=[9])
+    request = make_request(range(40))
+    run_whole(pool, request)
+    end(pool, request)
+    taken = pool.allocate(pool.free + 8)  # evicts the longest unused ones, those of the beginning
+    again = make_request([*range(40), 50])
+    found = pool.match(again)
+    assert [bool(block) for block in found] == [False] * 8 + [True] * 2
+    assert pool.match(make_request([*range(20), 50])) == []
+    pool.release([taken.pop()])
+    again.blocks = pool.hand_out(again, found)
+    again.num_computed = 40
+    assert held(pool, again) == [8, 9, 10]
+    pool.check_integrity([taken, [block for block in again.blocks if block]])
+
+
+def test_a_prefix_is_found_as_far_as_all_groups_have_what_they_see() -> None:
+    pool = BlockPool(60, BLOCK, windows=[None, 5])
+    request = make_request(range(24))
+    run_whole(pool, request)
+    other = make_request([*range(16), 70])
+    assert len(pool.match(other)) == 2 * 4
+    lost = pool._by_hash[blocks_module._key(request.block_hashes[3], 1)]
+    assert pool._references[lost] == 0  # it lies before the window
+    del pool._cached[lost]
+    pool._cached[lost] = None
+    pool._cached.move_to_end(lost, last=False)
+    pool.allocate(pool.free + 1)
+    assert [bool(block) for block in pool.match(other)] == [True, False, True, False, True, True]
+
+
+def test_an_adapter_and_a_window_keep_a_prefix_apart_together_too() -> None:
+    def with_both(digest: str | None, window: Window | None) -> Request:
+        request = make_request(range(12))
+        request.adapter = None if digest is None else Adapter("sql", digest)
+        request.window = window
+        return request
+
+    variants = [(digest, window) for digest in (None, "a", "b") for window in (None, Window(6), Window(6, sinks=1))]
+    pool = BlockPool(60, BLOCK)
+    for digest, window in variants:
+        request = with_both(digest, window)
+        assert pool.match(request) == []
+        run_whole(pool, request)
+    for digest, window in variants:
+        assert len(pool.match(with_both(digest, window))) == 2
+
+
+def test_a_window_of_its_own_keeps_a_requests_prefix_apart() -> None:
+    pool = BlockPool(60, BLOCK)
+    run_whole(pool, make_request(range(12)))
+    windowed = make_request(range(12))
+    windowed.window = Window(6, sinks=2)
+    assert pool.match(windowed) == []
+    run_whole(pool, windowed)
+    again = make_request(range(12))
+    again.window = Window(6, sinks=2)
+    assert len(pool.match(again)) == 2
+    again.block_hashes.clear()
+    again.window = Window(6, sinks=1)
+    assert pool.match(again) == []
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random requests on a small pool; a model remembers what was written into each block."""
 
@@ -254,37 +378,51 @@ class PoolMachine(RuleBasedStateMachine):
         self.written: dict[int, tuple[object, ...]] = {}
         self.step = 0
 
+    @initialize(windows=st.sampled_from([(None,), (None,), (6,), (None, 3), (2, 9)]))
+    def set_up(self, windows: tuple[int | None, ...]) -> None:
+        self.pool = BlockPool(1 + 12 * len(windows), BLOCK, windows=windows)
+
     def prefix(self, request: Request, index: int) -> tuple[object, ...]:
         return (request.cache_salt, *request.prompt_ids[: (index + 1) * BLOCK])
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from(["", "x"]))
     def start(self, ids: list[int], salt: str) -> None:
         request = make_request(ids, salt=salt)
-        shared = self.pool.match(request)
-        for index, block in enumerate(shared):
-            assert self.written[block] == self.prefix(request, index)
-        assert len(shared) * BLOCK < len(ids)
-        fresh = -(-len(ids) // BLOCK) - len(shared)
-        if fresh > self.pool.available - self.pool.count_unused(shared):
+        pool = self.pool
+        found = pool.match(request)
+        for place, block in enumerate(found):
+            assert isinstance(block, int)
+            assert not block or self.written[block] == self.prefix(request, place // pool.groups)
+        assert len(found) // pool.groups * BLOCK < len(ids)
+        needed = pool.count_needed(request, found)
+        if needed > pool.available:
             return
-        self.pool.share(shared)
-        request.blocks = shared + self.pool.allocate(fresh)
-        assert len(set(request.blocks)) == len(request.blocks)
-        request.num_published = len(shared)
-        request.num_computed = len(shared) * BLOCK
+        available = pool.available
+        request.blocks = pool.hand_out(request, found)
+        assert available - pool.available <= needed
+        used = [block for block in request.blocks if block]
+        assert len(set(used)) == len(used)
+        request.num_published = len(found) // pool.groups
+        request.num_computed = request.num_published * BLOCK
         self.live.append(request)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 9))
     def compute(self, data: st.DataObject, count: int) -> None:
         request = data.draw(st.sampled_from(self.live))
-        start, request.num_computed = (
-            request.num_computed,
-            min(request.num_computed + count, request.total_tokens),
-        )
-        for index in range(start // BLOCK, -(-request.num_computed // BLOCK)):
-            self.written[request.blocks[index]] = self.prefix(request, index)
-        self.pool.publish(request)
+        pool, start = self.pool, request.num_computed
+        stop = min(start + count, request.total_tokens)
+        missing = pool.missing(request, stop)
+        if len(missing) > pool.available:
+            return
+        pool.fill(request, missing)
+        request.num_computed = stop
+        for index in range(start // BLOCK, -(-stop // BLOCK)):
+            for group in range(pool.groups):
+                self.written[request.blocks[index * pool.groups + group]] = self.prefix(request, index)
+        pool.publish(request)
+        pool.release_unseen(request)
+        assert not pool.lacks_seen(request)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), fenced=st.booleans())
@@ -305,7 +443,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.pool.check_integrity([request.blocks for request in self.live])
+        self.pool.check_integrity([[block for block in request.blocks if block] for request in self.live])
 
     def teardown(self) -> None:
         for request in self.live:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.context import ContextPolicy, Message, fit_ids, fit_messages
+from tidegate_engine.engine import Engine
 from tidegate_engine.live_policy import LivePolicy
+from tidegate_engine.request import Window
 from tidegate_engine.serve import Process
 from tidegate_engine.steptime import Profile
 
@@ -183,6 +186,86 @@ async def test_the_client_chooses_the_policy_and_is_told_what_was_cut(
     assert short.usage.truncated_tokens == 0
     assert all(fact in runner.prompts[0] for fact in kept)
     assert not any(fact in runner.prompts[0] for fact in cut)
+
+
+@pytest.mark.parametrize(("policy", "words"), [("reject", 600), ("truncate_left", 4000), ("truncate_middle", 4000)])
+async def test_a_second_question_over_a_document_hits_its_prefix_also_when_it_was_in_host_memory(
+    start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile, policy: str, words: int
+) -> None:
+    profile = replace(fast_profile, max_model_len=2048, kv_blocks=200)
+    runner = make_script("noon", profile=profile)
+    runner._info = replace(runner.info, host_blocks=1000)
+    engine = await start_engine(runner=runner)
+
+    async def ask(text: str, question: str) -> Any:
+        answer: Any = await client.chat.completions.create(
+            model="fast",
+            messages=[{"role": "user", "content": f"{text}\n{question}"}],
+            max_tokens=8,
+            extra_body={"context_policy": policy},
+        )
+        return answer.usage
+
+    async def count_of_host() -> float:
+        async with httpx.AsyncClient() as plain:
+            text = (await plain.get(f"http://127.0.0.1:{engine.api_port}/metrics")).text
+        (line,) = [line for line in text.splitlines() if line.startswith("tidegate_engine_host_cached_tokens_total")]
+        return float(line.split()[1])
+
+    async with client_of(engine) as client:
+        first = await ask(document(words), "Which is last?")
+        second = await ask(document(words), "And which one is the first?")
+        # In the middle's case only what stands before the cut is where it was.
+        shared = first.prompt_tokens * (0.3 if policy == "truncate_middle" else 0.8)
+        assert first.prompt_tokens_details.cached_tokens == 0
+        assert second.prompt_tokens_details.cached_tokens > shared
+        assert (second.truncated_tokens > 0) == (policy != "reject")
+        assert await count_of_host() == 0
+        for number in range(4):  # more than the cache holds
+            await ask(f"{number} " + document(words), "What else?")
+        third = await ask(document(words), "What comes in the middle?")
+        assert third.prompt_tokens_details.cached_tokens > shared
+        assert await count_of_host() > shared / 2
+
+
+async def test_a_sliding_window_keeps_the_prompt_and_lets_go_of_the_blocks_between(
+    start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile, loops: dict[Process, Engine]
+) -> None:
+    profile = replace(fast_profile, max_model_len=4096, kv_blocks=60)  # 944 tokens
+    engine = await start_engine(runner=make_script("noon", profile=profile), context_window=Window(256, 4))
+    sliding = {"context_policy": "sliding_window"}
+    async with client_of(engine) as client:
+        with pytest.raises(openai.BadRequestError, match="the KV cache holds 944"):
+            await client.completions.create(model="fast", prompt=[7] * 3000, max_tokens=12)
+        answer: Any = await client.completions.create(
+            model="fast", prompt=[7] * 3000, max_tokens=12, extra_body=sliding
+        )
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3000, 12)
+        assert answer.usage.truncated_tokens == 0
+        with pytest.raises(openai.BadRequestError, match="4096"):  # positions stay those of the model's context
+            await client.completions.create(model="fast", prompt=[7] * 5000, max_tokens=12, extra_body=sliding)
+        # Short enough to be seen whole: the same blocks as without a window.
+        short = [9] * 100
+        await client.completions.create(model="fast", prompt=short, max_tokens=4)
+        again: Any = await client.completions.create(model="fast", prompt=short, max_tokens=4, extra_body=sliding)
+        assert again.usage.prompt_tokens_details.cached_tokens == 96
+    pool = loops[engine].scheduler.blocks
+    assert pool.used == 0
+    assert pool.touched < 60
+
+
+async def test_a_sliding_window_over_layers_with_windows_is_refused_by_name(
+    start_engine: StartEngine, make_script: MakeScript, fast_profile: Profile
+) -> None:
+    runner = make_script("noon")
+    runner._info = replace(runner.info, kv_windows=(64,))
+    engine = await start_engine(runner=runner)
+    async with client_of(engine) as client:
+        with pytest.raises(openai.BadRequestError, match="sliding_window is impossible here") as refused:
+            await client.completions.create(
+                model="fast", prompt=[7] * 90, max_tokens=12, extra_body={"context_policy": "sliding_window"}
+            )
+        assert refused.value.param == "context_policy"
 
 
 async def test_the_servers_policy_holds_where_the_request_says_nothing(start_engine: StartEngine) -> None:

@@ -14,7 +14,7 @@ from tidegate_engine.blocks import BlockPool
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.engine import Engine
 from tidegate_engine.live_policy import LivePolicy, SchedulingPolicy, change_policy, policy_bounds
-from tidegate_engine.request import Request
+from tidegate_engine.request import Request, Window
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.serve import Process
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings, Violation
@@ -158,6 +158,32 @@ async def test_what_calls_may_ask_for_changes_at_once(admin: httpx.AsyncClient, 
     assert default.json()["usage"]["completion_tokens"] == 3
     many = await api.post("/v1/chat/completions", json={**short, "n": 3})
     assert many.status_code == 400 and "allows 2" in many.json()["error"]["message"]
+
+
+async def test_a_window_can_be_set_for_calls_to_come_and_is_refused_where_layers_have_their_own(
+    start_engine: StartEngine,
+    make_script: Callable[..., Any],
+    fast_profile: Profile,
+    admin_keys_file: Path,
+    admin_headers: Callable[[], dict[str, str]],
+) -> None:
+    own_windows = make_script("noon", profile=fast_profile)
+    own_windows._info = replace(own_windows.info, kv_windows=(64,))
+    small = replace(fast_profile, max_model_len=2048, kv_blocks=40)  # 624 tokens
+    for runner, status in ((make_script("noon", profile=small), 200), (own_windows, 422)):
+        engine = await start_engine(runner=runner, admin_keys=admin_keys_file, context_window=Window(128, 4))
+        url, call = f"http://127.0.0.1:{engine.admin_port}{POLICY}", {"model": "fast", "prompt": [7] * 1000}
+        async with httpx.AsyncClient(timeout=30) as client:
+            changed = await client.patch(url, json={"context_policy": "sliding_window"}, headers=admin_headers())
+            assert changed.status_code == status
+            answer = await client.post(f"http://127.0.0.1:{engine.api_port}/v1/completions", json=call)
+            if status == 422:
+                assert "sliding_window is impossible" in changed.json()["error"]["reason"]
+                assert (await client.get(url, headers=admin_headers())).json()["effective"][
+                    "context_policy"
+                ] == "reject"
+            else:
+                assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 1000
 
 
 async def test_a_stream_may_come_in_larger_chunks_with_the_same_text(

@@ -67,6 +67,10 @@ CONTRACT: dict[str, set[str]] = {
     "step_model_residual_ratio": set(),
     "step_model_samples": set(),
     "memory_bytes": {"kind"},
+    "tokenizer_characters_total": set(),
+    "tokenizer_tokens_total": set(),
+    "tokenizer_seconds_total": set(),
+    "kv_waste_ratio": set(),
     "start_seconds": {"phase"},
 }
 ALIASES = (
@@ -111,6 +115,7 @@ def snapshot() -> Snapshot:
         step_model_samples=12,
         memory_bytes={"weights": 100},
         start_seconds={"weights": 1.5},
+        kv_waste_ratio=0.02,
     )
 
 
@@ -172,9 +177,16 @@ def test_gauges_show_the_snapshot() -> None:
 
 
 def test_what_is_unknown_has_no_series() -> None:
-    unknown = replace(snapshot(), step_model=None, step_model_residual_ratio=None, memory_bytes={}, start_seconds={})
+    unknown = replace(
+        snapshot(),
+        step_model=None,
+        step_model_residual_ratio=None,
+        memory_bytes={},
+        start_seconds={},
+        kv_waste_ratio=None,
+    )
     names = {sample.name for sample in samples_of(now=unknown)}
-    for name in ("step_model", "step_model_residual_ratio", "memory_bytes", "start_seconds"):
+    for name in ("step_model", "step_model_residual_ratio", "memory_bytes", "start_seconds", "kv_waste_ratio"):
         assert f"tidegate_engine_{name}" not in names
 
 
@@ -220,7 +232,7 @@ def test_histograms_are_cumulative_inclusive_and_add_up(left: list[float], right
 
 
 def test_host_memory_for_evicted_blocks_is_shown_where_there_is_some() -> None:
-    host = HostUse(slots=10, used=4, stored_blocks=7, loaded_blocks=3, block_tokens=16, block_bytes=1000)
+    host = HostUse(slots=10, used=4, stored_blocks=7, loaded_blocks=3, tokens_per_block=16, block_bytes=1000)
     samples = samples_of(now=replace(snapshot(), host=host))
     assert value(samples, "tidegate_engine_host_kv_blocks", state="free") == 6
     assert value(samples, "tidegate_engine_host_kv_bytes_total", direction="stored") == 7000
@@ -275,6 +287,19 @@ async def test_the_counts_of_a_served_load_agree_with_what_was_asked(
     blocks = [sample.value for sample in samples if sample.name == f"{prefix}kv_blocks"]
     assert sum(blocks) == 512
     assert value(samples, f"{prefix}step_model", term="base_seconds") == fast_profile.step.base_seconds
+
+
+async def test_what_the_tokenizer_did_is_counted(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}") as client:
+        await client.post("/tokenize", json={"model": "fast", "prompt": "x" * 1000})
+        long = {"model": "fast", "prompt": "y" * 5000}
+        assert (await client.post("/tokenize", json=long)).json()["count"] == 1250
+        text = (await client.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert value(samples, "tidegate_engine_tokenizer_characters_total") == 6000
+    assert value(samples, "tidegate_engine_tokenizer_tokens_total") == 1500
+    assert value(samples, "tidegate_engine_tokenizer_seconds_total") > 0
 
 
 async def test_both_ports_expose_the_same_names(start_engine: StartEngine) -> None:

@@ -25,7 +25,16 @@ from tidegate_engine.engine_client import EngineClient, EngineGone
 from tidegate_engine.engine_host import _Host
 from tidegate_engine.engine_wire import Link
 from tidegate_engine.metrics import EngineMetrics, Snapshot
-from tidegate_engine.request import FinishReason, PoolingKind, Request, SampledToken, SamplingParams, TokenLogprobs
+from tidegate_engine.request import (
+    Adapter,
+    FinishReason,
+    PoolingKind,
+    Request,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+    Window,
+)
 from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings
 from tidegate_engine.steptime import TERMS, Profile, StepModel
 from tidegate_engine.weights import ModelError
@@ -79,7 +88,9 @@ def test_a_request_crosses_whole(params: SamplingParams, prompt: list[int], salt
         params=params,
         priority=-2,
         cache_salt=salt,
+        adapter=Adapter("sql", "digest") if salt else None,
         pooling=PoolingKind.MEAN if salt else None,
+        window=Window(5, sinks=2),
     )
     facts, ids = orjson.loads(orjson.dumps([wire.request_facts(request), request.prompt_ids]))
     got = wire.read_request(facts, ids)

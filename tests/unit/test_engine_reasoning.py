@@ -156,6 +156,7 @@ class TemplateTokenizer(ByteTokenizer):
     """Bytes, and a template that knows of thoughts."""
 
     def __init__(self) -> None:
+        super().__init__()
         source = (
             "{% for m in messages %}{{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
             "|{% endfor %}{{ reasoning_effort }}{% if enable_thinking is false %}<think>\n\n</think>\n\n"

@@ -458,10 +458,44 @@ async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> N
     assert asked["count"] > (await http.post("/tokenize", json=bare)).json()["count"]
 
 
+async def exchange(engine: Process, *parts: bytes) -> bytes:
+    """What the server answers to `parts`, sent one after the other, until it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", engine.api_port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.01)  # so that they arrive apart
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("head", [b"GET /" + b"a" * 70_000, b"GET / HTTP/1.1\r\nx: " + b"a" * 70_000])
+async def test_a_head_without_an_end_is_hung_up_on(start_engine: StartEngine, head: bytes) -> None:
+    answer = await exchange(await start_engine(), head)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"longer than 65536 bytes" in answer
+
+
+async def test_a_client_that_would_rather_speak_http_2_is_answered(start_engine: StartEngine) -> None:
+    body = b'{"model": "fast", "prompt": "x", "max_tokens": 2}'
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\n"
+        f"http2-settings: AAMAAABkAAQAAP__\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    engine = await start_engine()
+    for cut in (0, 70, len(head) - 2, len(head) + 5):
+        answer = await exchange(engine, (head.encode() + body)[:cut], (head.encode() + body)[cut:])
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b'"completion_tokens":2' in answer
+    assert (await exchange(engine, b"\x16\x03\x01\x02\x00")).startswith(b"HTTP/1.1 400 ")  # TLS
+
+
 class ThreadNoting(ByteTokenizer):
     """Notes where the work is done: the tests' event loop runs in the main thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.on_main_thread: list[bool] = []
 
     def _note(self) -> None:

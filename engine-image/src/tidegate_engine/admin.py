@@ -499,7 +499,7 @@ def _describe_drain(loaded: Loaded) -> dict[str, object]:
         "running": status.running,
         "waiting": status.waiting,
         "longest_remaining_tokens": max(remaining, default=0),
-        "cached_tokens": status.cached_blocks * engine.info.block_tokens,
+        "cached_tokens": status.cached_blocks * engine.info.block_tokens // len(engine.info.kv_windows),
         "seconds_left": loaded.drain.seconds_left,
     }
 

@@ -1,16 +1,22 @@
-"""The pool of KV blocks with its prefix cache: reference counts, hash chain, eviction, fenced frees.
+"""The pool of KV blocks with its prefix cache: reference counts, hash chain, eviction, windows, fenced frees.
 
 Pure: it owns numbers, not memory, and knows nothing of batching. Called by the scheduler only; a simulator drives the
 same code. Block 0 is the null block: padding is written there and no request ever gets it.
+
+A model's layers form groups of equal size, by how far they see. A block holds the tokens of one group, and a request's
+table has those of one place side by side: token t of group g lies in `table[t // block_tokens * groups + g]`. There,
+the null block stands for what no token to come sees, and for what a window's group gets only when it is computed.
 """
 
 import hashlib
+import sys
 from array import array
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from tidegate_engine.host_pool import HostPool
-from tidegate_engine.request import Adapter, Request
+from tidegate_engine.request import Request, Window
 
 NULL_BLOCK = 0
 ID_BYTES = array("q").itemsize
@@ -24,23 +30,55 @@ class IntegrityError(AssertionError):
     """The books do not balance: a bug in the pool or in its caller."""
 
 
+def windows_of(tokens: Sequence[int | None]) -> tuple[Window | None, ...]:
+    """The windows of so many tokens; None = no window."""
+    return tuple(None if each is None else Window(each) for each in tokens)
+
+
+def tokens_that_fit(blocks: int, block_tokens: int, windows: Sequence[Window | None]) -> int:
+    """Most tokens that a request alone can have in so many blocks; what no layer sees any more takes none.
+
+    `windows` has an entry for each group of layers, None = they see all.
+    """
+    most = [None if window is None else _most_seen(window, block_tokens) for window in windows]
+
+    def needed(length: int) -> int:
+        return sum(length if seen is None else min(length, seen) for seen in most)
+
+    if needed(sys.maxsize) <= blocks:
+        return sys.maxsize
+    return (bisect_right(range(blocks + 1), blocks, key=needed) - 1) * block_tokens
+
+
 class BlockPool:
     """Blocks 1 … total_blocks − 1, each free, cached (unused, but a prefix hit may revive it) or used.
 
     `used + cached + free == usable` always. A block whose free is fenced by a step in flight counts as used. With
-    `host`, an evicted block is kept there and found again.
+    `host`, an evicted block is kept there and found again. `windows` says for each group of layers how many tokens it
+    sees, the newest included; None = all.
     """
 
     def __init__(
-        self, total_blocks: int, block_tokens: int, *, prefix_caching: bool = True, host: HostPool | None = None
+        self,
+        total_blocks: int,
+        block_tokens: int,
+        *,
+        prefix_caching: bool = True,
+        host: HostPool | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         if total_blocks < 2 or block_tokens < 1:
             raise ValueError(f"a pool needs two blocks of one token or more, not {total_blocks} of {block_tokens}")
         self.block_tokens = block_tokens
+        self.groups = len(windows)
+        self._windows = windows_of(windows)
+        self._has_windows = any(self._windows)
         self.prefix_caching = prefix_caching
         self.host = host
         self.usable = total_blocks - 1
         self.epoch = 0
+        self.touched = 0
+        """The most blocks that ever were written: blocks that were used before are handed out before others."""
         self.releases = 0
         """Grows with every block that becomes available: whoever waits for room need not look while it stands."""
         self._references = [0] * total_blocks
@@ -70,38 +108,148 @@ class BlockPool:
         """Blocks that `allocate` can hand out now."""
         return len(self._free) + len(self._cached)
 
-    def match(self, request: Request) -> list[int]:
-        """Blocks that hold the head of the request's tokens, never its last token. Changes no block: see `share`."""
+    def sees_all(self, request: Request) -> bool:
+        """Whether every layer sees all of the request's tokens."""
+        return request.window is None and not self._has_windows
+
+    def tokens_that_fit(self, request: Request) -> int:
+        """Most tokens that the request can have when it is alone."""
+        return tokens_that_fit(self.usable, self.block_tokens, self._windows_of(request))
+
+    def growth(self, request: Request, tokens: float) -> float:
+        """Tokens, counted in each group of layers, for which so many more tokens of the request take blocks."""
+        known = request.total_tokens
+        return sum(
+            tokens if window is None else min(tokens, max(0, window.tokens - known))
+            for window in self._windows_of(request)
+        )
+
+    def match(self, request: Request) -> list[int | bytes]:
+        """The head of a table for the request's tokens, never for its last one. Changes no block: see `hand_out`.
+
+        An entry is a block, the hash under which the host pool has it, or the null block where no layer looks.
+        """
         if not self.prefix_caching or not request.may_share:
             return []
         self._join_epoch(request)
-        found: list[int] = []
+        windows, groups = self._windows_of(request), self.groups
+        found: list[int | bytes] = []
+        length = 0
+        heads, runs = [0] * groups, [0] * groups  # known blocks in a row: from the first, and up to here
         for index in range((request.total_tokens - 1) // self.block_tokens):
             digest, content = self._identify(request, index)
-            block = None if digest is None else self._by_hash.get(digest)
-            if block is None:
+            if digest is None:
                 break
-            if content is not None and self._contents[block] not in (None, content):
-                break  # two contents with one hash: never hand out the other one's
-            found.append(block)
+            for group in range(groups):
+                entry = self._find(_key(digest, group), content)
+                found.append(entry)
+                runs[group] = runs[group] + 1 if entry else 0
+                heads[group] += heads[group] == index and bool(entry)
+            if any(window is None and not run for window, run in zip(windows, runs, strict=True)):
+                break
+            if all(
+                self._is_complete(window, index + 1, head=head, run=run)
+                for window, head, run in zip(windows, heads, runs, strict=True)
+            ):
+                length = index + 1
+        del found[length * groups :]
+        for group, window in enumerate(windows):
+            for index in _hidden(window, length * self.block_tokens, self.block_tokens):
+                found[index * groups + group] = NULL_BLOCK
         return found
 
-    def match_host(self, request: Request, start: int) -> list[bytes]:
-        """Hashes of the request's blocks from `start` on that the host pool holds; `match` was asked before."""
-        host = self.host
-        if host is None or not self.prefix_caching or not request.may_share:
-            return []
-        found: list[bytes] = []
-        for index in range(start, (request.total_tokens - 1) // self.block_tokens):
-            digest, content = self._identify(request, index)
-            if digest is None or host.find(digest, content) is None:
-                break
-            found.append(digest)
-        return found
+    def count_needed(self, request: Request, found: Sequence[int | bytes]) -> int:
+        """Available blocks that the request takes when it gets what `match` found, and the rest for its known tokens.
 
-    def count_unused(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody uses, so that sharing them takes them from what is available."""
-        return sum(1 for block in blocks if not self._references[block] and block not in self._fenced)
+        A group with a window counts with what it needs to get through, a block at a time.
+        """
+        length = -(-request.total_tokens // self.block_tokens)
+        needed = sum(
+            length if window is None else min(length, _most_seen(window, self.block_tokens))
+            for window in self._windows_of(request)
+        )
+        return needed - sum(1 for entry in found if isinstance(entry, int) and entry and not self._is_unused(entry))
+
+    def hand_out(self, request: Request, found: Sequence[int | bytes]) -> list[int]:
+        """A table for all known tokens of the request that begins with what `match` found.
+
+        Groups with a window get their block for the next token only. The step to come copies what the host pool has.
+        """
+        self.share(entry for entry in found if isinstance(entry, int) and entry)
+        table = [entry if isinstance(entry, int) else NULL_BLOCK for entry in found]
+        hosted = {place: entry for place, entry in enumerate(found) if isinstance(entry, bytes)}
+        empty = list(hosted)
+        next_block = len(found) // self.groups
+        for index in range(next_block, -(-request.total_tokens // self.block_tokens)):
+            for group, window in enumerate(self._windows_of(request)):
+                if window is None or index == next_block:
+                    empty.append(index * self.groups + group)
+                table.append(NULL_BLOCK)
+        for place, block in zip(empty, self.allocate(len(empty), hosted=list(hosted.values())), strict=True):
+            table[place] = block
+        return table
+
+    def missing(self, request: Request, end: int) -> list[int]:
+        """Places of a running request's table that lack a block for its first `end` tokens: see `fill`."""
+        table, size, groups = request.blocks, self.block_tokens, self.groups
+        places = range(-(-request.num_computed // size) * groups, -(-end // size) * groups)
+        return [place for place in places if place >= len(table) or not table[place]]
+
+    def fill(self, request: Request, places: Sequence[int]) -> None:
+        """Give the request a block at each of `places`, which `missing` returned."""
+        table = request.blocks
+        for place, block in zip(places, self.allocate(len(places)), strict=True):
+            if place < len(table):
+                table[place] = block
+            else:
+                table.append(block)
+
+    def reach(self, request: Request, *, keep: int) -> int:
+        """How many of its known tokens a running request can have computed when `keep` available blocks stay.
+
+        It has the block for its next token.
+        """
+        size, start = self.block_tokens, request.num_computed
+        lazy = sum(1 for window in self._windows_of(request) if window is not None)
+        if not lazy:
+            return request.total_tokens
+        more = max(0, self.available - keep) // lazy
+        return min(request.total_tokens, max((start // size + 1) * size, (-(-start // size) + more) * size))
+
+    def release_unseen(self, request: Request) -> None:
+        """Take the blocks from the request's table that none of its tokens to come sees.
+
+        Call it when no step in flight looks at them.
+        """
+        if self.sees_all(request):
+            return
+        table, groups = request.blocks, self.groups
+        for group, window in enumerate(self._windows_of(request)):
+            gone = []
+            for index in reversed(_hidden(window, request.num_computed, self.block_tokens)):
+                place = index * groups + group
+                if not table[place]:  # and so are those before it
+                    break
+                gone.append(table[place])
+                table[place] = NULL_BLOCK
+            self.release(gone[::-1])
+
+    def lacks_seen(self, request: Request) -> bool:
+        """Whether a block is missing that the next token of a running request sees or is written to."""
+        table, size, groups = request.blocks, self.block_tokens, self.groups
+        return any(
+            not table[index * groups + group]
+            for group, window in enumerate(self._windows_of(request))
+            for index in range(-(-request.num_computed // size))
+            if index not in _hidden(window, request.num_computed, size)
+        )
+
+    def count_empty(self, request: Request) -> int:
+        """Token slots in a running request's blocks that hold no token yet."""
+        full_blocks, begun = divmod(request.num_computed, self.block_tokens)
+        rest = request.blocks[full_blocks * self.groups :]
+        held = sum(1 for block in rest if block)
+        return held * self.block_tokens - begun * sum(1 for block in rest[: self.groups] if block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each of `blocks`, which `match` returned."""
@@ -111,9 +259,9 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int, *, hosted: Sequence[bytes] = ()) -> list[int]:
-        """Hand out `count` blocks without content, evicting the longest unused cached ones when none is free.
+        """Take `count` blocks without content, evicting the longest unused cached ones when none is free.
 
-        The step to come copies what `match_host` found to the first of them.
+        The step to come copies what the host pool has under `hosted` to the first of them.
         """
         if count > self.available:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.available} available")
@@ -124,14 +272,19 @@ class BlockPool:
             self.host.load(hosted, blocks[: len(hosted)])
         for block in blocks:
             self._references[block] = 1
+            if block > self.touched:
+                self.touched = block
         return blocks
 
     def release(self, blocks: Sequence[int], *, fence: int | None = None) -> None:
         """Take one user from each of `blocks`. With `fence`, they are available only after `pass_fence(fence)`.
 
-        A table is given in order of position; its tail becomes the first to be evicted, since a head is shared more.
+        Null blocks are passed over. A table is given in order of position; its tail becomes the first to be evicted,
+        since a head is shared more.
         """
         for block in reversed(blocks):
+            if not block:
+                continue
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -156,11 +309,13 @@ class BlockPool:
                 digest, content = self._identify(request, index)
                 if digest is None:
                     break
-                block = request.blocks[index]
-                if digest not in self._by_hash and self._hashes[block] is None:
-                    self._by_hash[digest] = block
-                    self._hashes[block] = digest
-                    self._contents[block] = content
+                for group in range(self.groups):
+                    block = request.blocks[index * self.groups + group]
+                    key = _key(digest, group)
+                    if block and key not in self._by_hash and self._hashes[block] is None:
+                        self._by_hash[key] = block
+                        self._hashes[block] = key
+                        self._contents[block] = content
         request.num_published = full_blocks
 
     def flush(self) -> None:
@@ -195,6 +350,28 @@ class BlockPool:
         }
         if broken := [complaint for complaint, holds in complaints.items() if holds]:
             raise IntegrityError("; ".join(broken))
+
+    def _windows_of(self, request: Request) -> tuple[Window | None, ...]:
+        """By group. A request has a window of its own only where the model has none."""
+        return self._windows if request.window is None else (request.window,) * self.groups
+
+    def _is_unused(self, block: int) -> bool:
+        """Whether nobody uses it, so that sharing it takes it from what is available."""
+        return not self._references[block] and block not in self._fenced
+
+    def _find(self, key: bytes, content: bytes | None) -> int | bytes:
+        block = self._by_hash.get(key)
+        if block is not None:
+            # Two contents with one hash: never hand out the other one's.
+            return block if content is None or self._contents[block] in (None, content) else NULL_BLOCK
+        if self.host is not None and self.host.find(key, content) is not None:
+            return key
+        return NULL_BLOCK
+
+    def _is_complete(self, window: Window | None, length: int, *, head: int, run: int) -> bool:
+        """Whether all that tokens behind `length` blocks see is known, when the first `head` and the last `run` are."""
+        hidden = _hidden(window, length * self.block_tokens, self.block_tokens)
+        return head == length or (len(hidden) > 0 and head >= hidden.start and run >= length - hidden.stop)
 
     def _make_available(self, block: int) -> None:
         self.releases += 1
@@ -231,7 +408,7 @@ class BlockPool:
         if len(content) < self.block_tokens * ID_BYTES:
             return None, None
         if index == len(hashes):
-            parent = hashes[-1] if hashes else _hash_root(self.epoch, request.cache_salt, request.adapter)
+            parent = hashes[-1] if hashes else _hash_root(self.epoch, request)
             hashes.append(_hash_block(parent, content))
         return hashes[index], content
 
@@ -245,13 +422,32 @@ class BlockPool:
         return request.packed_prompt[start * ID_BYTES : end * ID_BYTES]
 
 
-def _hash_root(epoch: int, salt: str, adapter: Adapter | None) -> bytes:
-    """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away, and an adapter's
-    digest keeps what it computed from other adapters, those of the same name among them, and from the plain model."""
-    name = salt.encode()
-    digest = b"" if adapter is None else adapter.digest.encode()
-    fields = (epoch, len(name), name, len(digest), digest)
-    return hashlib.sha256(b"epoch %d salt %d %b adapter %d %b" % fields).digest()
+def _hidden(window: Window | None, computed: int, block_tokens: int) -> range:
+    """Which blocks of a table no token from position `computed` on sees: those between the sinks and the window."""
+    if window is None:
+        return range(0)
+    first = -(-window.sinks // block_tokens)
+    return range(first, max(first, (computed - window.tokens + 1) // block_tokens))
+
+
+def _most_seen(window: Window, block_tokens: int) -> int:
+    """Blocks that are held at once to compute one token after the other, a table growing block by block."""
+    return -(-window.sinks // block_tokens) + -(-(window.tokens - 1) // block_tokens) + 1
+
+
+def _key(digest: bytes, group: int) -> bytes:
+    """Under which the block of a group is known; hashes are of one length, so none is another one's key."""
+    return digest + group.to_bytes(2) if group else digest
+
+
+def _hash_root(epoch: int, request: Request) -> bytes:
+    """Parent of a first block. The salt keeps tenants apart, the epoch keeps flushed content away; a window changes
+    content, and so does an adapter, whose digest keeps it from others of its name and from the plain model."""
+    salt = request.cache_salt.encode()
+    digest = b"" if request.adapter is None else request.adapter.digest.encode()
+    tokens, sinks = request.window or (0, 0)
+    fields = (epoch, len(salt), salt, len(digest), digest, tokens, sinks)
+    return hashlib.sha256(b"epoch %d salt %d %b adapter %d %b window %d %d" % fields).digest()
 
 
 def _hash_block(parent: bytes, content: bytes) -> bytes:

@@ -5,6 +5,9 @@ Owns nothing but the arithmetic between bytes and ids; no file, no third-party i
 
 import json
 from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+from tidegate_engine.text_meter import TextMeter
 
 BYTES_PER_TOKEN = 4
 
@@ -20,12 +23,18 @@ class ByteTokenizer:
 
     chat_template: str | None = None
 
+    def __init__(self) -> None:
+        self.meter = TextMeter()
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        started = perf_counter()
         data = text.encode()
-        return [
+        ids = [
             int.from_bytes(b"\x01" + data[start : start + BYTES_PER_TOKEN], "big")
             for start in range(0, len(data), BYTES_PER_TOKEN)
         ]
+        self.meter.add(characters=len(text), tokens=len(ids), seconds=perf_counter() - started)
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to the text."""

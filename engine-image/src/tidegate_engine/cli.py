@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tidegate_engine.bench_command import DESCRIPTION as BENCH_DESCRIPTION
 from tidegate_engine.bench_command import EPILOG as BENCH_EPILOG
 from tidegate_engine.bench_command import BenchError, EngineHere, add_bench_flags, refuse_with_url, run_bench
-from tidegate_engine.context import ContextPolicy
+from tidegate_engine.context import DEFAULT_WINDOW, ContextPolicy
 from tidegate_engine.foreign_flags import add_foreign_flags
 from tidegate_engine.ngrams import NgramSpeculation, parse_speculative_config
 from tidegate_engine.pooled_batcher import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAIT_SECONDS, PooledLimits
@@ -36,6 +36,7 @@ from tidegate_engine.precision import (
     parse_precision,
 )
 from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
+from tidegate_engine.request import Window
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
@@ -130,6 +131,7 @@ def _serve(args: argparse.Namespace) -> int:
         object_uid=os.environ.get("TIDEGATE_OBJECT_UID"),
         api_keys=tuple(args.api_key or ()),
         policy=_read_policy(args, settings),
+        context_window=Window(args.context_window, args.context_sinks),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         template_variables=_read_template_variables(args),
@@ -451,7 +453,8 @@ def _chat(args: argparse.Namespace) -> int:
         else:
             model = _computed(args, _read_precision(args))
             print(f"loading {args.model} ...", file=sys.stderr, flush=True)
-            backend = LocalBackend(model, reasoning_parser=args.reasoning_parser, fields=given)
+            window = Window(args.context_window, args.context_sinks)
+            backend = LocalBackend(model, reasoning_parser=args.reasoning_parser, fields=given, window=window)
         try:
             if args.message is None and sys.stdin.isatty():
                 # What starts programs in the background has them ignore it.
@@ -585,7 +588,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_runner_flags(here)
     _add_memory_flags(here)
     _add_settings_flags(here)
-    bench.set_defaults(engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"])
+    bench.set_defaults(
+        engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"],
+        chat_template=None,
+        pooler_config=None,
+        enable_lora=False,
+    )
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -650,9 +658,10 @@ def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--reasoning-parser", choices=sorted(REASONING_FORMATS), metavar="NAME",
         help=f"how the model marks its thoughts: {', '.join(sorted(REASONING_FORMATS))}",
     )  # fmt: skip
+    _add_window_flags(local)
     _add_precision_flags(local)
     _add_memory_flags(local)
-    chat.set_defaults(pooler_config=None)
+    chat.set_defaults(pooler_config=None, enable_lora=False)
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -813,11 +822,24 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+def _add_window_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--context-window", type=_positive, default=DEFAULT_WINDOW.tokens, metavar="TOKENS",
+        help="how many tokens, itself included, a token sees under sliding_window; default %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--context-sinks", type=_positive, default=DEFAULT_WINDOW.sinks, metavar="TOKENS",
+        help="how many of the first tokens it sees beside them; default %(default)s",
+    )  # fmt: skip
+
+
 def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--context-policy", choices=[policy.value for policy in ContextPolicy], default=ContextPolicy.REJECT.value,
-        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens",
+        help="what happens to a prompt that is too long, where the request does not say; usage has truncated_tokens; "
+        "sliding_window keeps it whole, and each token sees a part of it only",
     )  # fmt: skip
+    _add_window_flags(group)
     group.add_argument(
         "--default-max-tokens", type=_positive, metavar="N",
         help="tokens of a chat's answer whose request does not say; default: what the context holds",

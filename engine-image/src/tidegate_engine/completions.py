@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from tidegate_engine.adapters import ServedAdapters
-from tidegate_engine.context import Fitted, fit_ids, fit_messages
+from tidegate_engine.context import NO_SLIDING_WINDOW, ContextPolicy, Fitted, fit_ids, fit_messages
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
 from tidegate_engine.engine_client import EngineClient
@@ -34,8 +34,9 @@ from tidegate_engine.openai import (
     model_card,
 )
 from tidegate_engine.reasoning import ReasoningFormat, ReasoningParser
-from tidegate_engine.request import Adapter, FinishReason, Request, SampledToken, SamplingParams
+from tidegate_engine.request import Adapter, FinishReason, Request, SampledToken, SamplingParams, Window
 from tidegate_engine.structured import StructureError, compile_grammar
+from tidegate_engine.text_meter import TextMeter
 from tidegate_engine.tool_calls import FORMATS, LLAMA3_JSON, ToolCall, ToolCallParser, ToolFormat
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -61,6 +62,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def meter(self) -> TextMeter:
+        """What was encoded so far."""
+        ...
 
     @property
     def chat_template(self) -> str | None:
@@ -130,6 +136,8 @@ class Limits:
     """Of the chat template, where a call does not say otherwise."""
     structured_outputs: bool = False
     """Whether the runner can hold an answer to a grammar."""
+    window: Window | None = None
+    """What tokens see under the policy `sliding_window`; None = the model's layers have windows of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +411,7 @@ class Completions:
         default = default_tokens or self.limits.policy.default_max_tokens
         wanted = default if call.max_tokens is None else call.max_tokens
         plan = _Plan(params, arrival, max_tokens=wanted, param="prompt", default=call.max_tokens is None)
-        policy = call.context_policy or self.limits.policy.context_policy
+        policy = self._policy_of(call)
         prompts = []
         for prompt in asked:
             ids = prompt if isinstance(prompt, list) else await self.encode(prompt)
@@ -492,7 +500,7 @@ class Completions:
         rendered = [tool.as_template_tool() for tool in tools] or None
         plain = [message.as_template_message() for message in call.messages]
         tokenizer = self.tokenizer
-        policy = call.context_policy or self.limits.policy.context_policy
+        policy = self._policy_of(call)
         variables = {**self.limits.template_variables, **call.template_variables()}
 
         def token_lengths(text: str) -> list[int]:
@@ -594,6 +602,9 @@ class Completions:
         self.check_model(call.model)
         if name := call.unsupported_field():
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if self._policy_of(call) is ContextPolicy.SLIDING_WINDOW and self.limits.window is None:
+            message = f"context_policy {NO_SLIDING_WINDOW}"
+            raise ApiError(400, message, param="context_policy", code="unsupported_parameter")
         self.check_priority(call.priority)
         self.check_ids(call.stop_token_ids or (), param="stop_token_ids")
         self.check_ids(call.logit_bias or (), param="logit_bias")
@@ -625,6 +636,9 @@ class Completions:
             raise ApiError(400, message, code="invalid_value") from error
         return replace(params, grammar=grammar)
 
+    def _policy_of(self, call: CallFields) -> ContextPolicy:
+        return call.context_policy or self.limits.policy.context_policy
+
     def _begin(
         self,
         call: CallFields,
@@ -641,7 +655,8 @@ class Completions:
             raise ApiError(400, f"n is {count}; this server allows {most}", param="n", code="invalid_value")
         prompts = [prompt.ids for prompt in fitted]
         self.check_queue(count * len(prompts))
-        limits = [plan.output_limit(len(prompt), self.limits) for prompt in prompts]
+        window = self.limits.window if self._policy_of(call) is ContextPolicy.SLIDING_WINDOW else None
+        limits = [plan.output_limit(len(prompt), self.limits, window) for prompt in prompts]
         for prompt in prompts:
             self.check_ids(prompt, param=plan.param)
         # Asked again: an adapter may have gone while the prompt was made ready.
@@ -661,6 +676,10 @@ class Completions:
                     priority=call.priority,
                     cache_salt=call.cache_salt or "",
                     adapter=adapter,
+                    # Where a window holds everything it changes nothing, and what others computed can be shared.
+                    window=window
+                    if window is not None and len(prompts[index // count]) + limits[index // count] > window.tokens
+                    else None,
                 ),
                 Detokenizer(stops, include_stop=call.include_stop_str_in_output),
                 tokenizer=self.tokenizer,
@@ -725,7 +744,7 @@ class _Plan:
             return context - self.max_tokens
         return context - min(self.max_tokens or DEFAULT_ANSWER_TOKENS, context // 4)
 
-    def output_limit(self, prompt_tokens: int, limits: Limits) -> int:
+    def output_limit(self, prompt_tokens: int, limits: Limits, window: Window | None) -> int:
         """max_tokens of a request with such a prompt; raises ApiError when it can never fit."""
         room = limits.max_model_len - prompt_tokens
         if prompt_tokens == 0:
@@ -739,7 +758,7 @@ class _Plan:
                 param=self.param,
                 code="context_length_exceeded",
             )
-        if prompt_tokens > limits.kv_tokens:
+        if window is None and prompt_tokens > limits.kv_tokens:
             raise ApiError(
                 400,
                 f"the {self.param} has {prompt_tokens} tokens; the KV cache holds {limits.kv_tokens}",

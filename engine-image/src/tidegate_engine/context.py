@@ -1,5 +1,7 @@
 """What happens to a prompt that is longer than its room: refused, cut at its beginning, or cut in its middle.
 
+Or it is kept, and what its tokens see is not: then there is nothing to do here, and the scheduler frees the blocks.
+
 Conversations are cut as messages and rendered again, so that the model never sees half a template; plain prompts are
 cut as tokens. Positions stay dense, so what is kept shares prefixes with any prompt. Pure; called by `completions`.
 """
@@ -8,9 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tidegate_engine.request import Window
+
+NO_SLIDING_WINDOW = (
+    "sliding_window is impossible here: the model's layers have windows of their own, which it was trained with; "
+    "reject, truncate_left and truncate_middle are possible"
+)
 CUT_GRID_PARTS = 16
 """A cut lies on a grid of this part of the room: a conversation that grows keeps its cut, and so its cached prefix."""
 MAX_TRIES = 16
+DEFAULT_WINDOW = Window(4096, sinks=4)
+"""Models give the first tokens the weight that no other deserves; without these they fall apart."""
 WORD_SEARCH_CHARACTERS = 48
 """A cut moves so far to reach the end of a word."""
 
@@ -25,6 +35,12 @@ class ContextPolicy(StrEnum):
     """Keep the system message and the newest."""
     TRUNCATE_MIDDLE = "truncate_middle"
     """Keep the beginning and the newest."""
+    SLIDING_WINDOW = "sliding_window"
+    """Keep all, and let each token see the newest before it and the first ones only."""
+
+    @property
+    def cuts(self) -> bool:
+        return self in (ContextPolicy.TRUNCATE_LEFT, ContextPolicy.TRUNCATE_MIDDLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +56,8 @@ class Fitted:
 
 
 def fit_ids(ids: list[int], *, room: int, policy: ContextPolicy, has_bos: bool = False) -> Fitted:
-    """A plain prompt within `room` tokens. With `has_bos` the first token stays; a rejected prompt comes back whole."""
-    if policy is ContextPolicy.REJECT or len(ids) <= room or room < 1:
+    """A plain prompt within `room` tokens. With `has_bos` the first token stays; without a cut it comes back whole."""
+    if not policy.cuts or len(ids) <= room or room < 1:
         return Fitted(ids, len(ids))
     head = ids[:1] if has_bos and room > 1 else []
     body = ids[len(head) :]
@@ -67,7 +83,7 @@ def fit_messages(
     `token_lengths` gives the bytes of each token of a text.
     """
     full = render(messages)
-    if policy is ContextPolicy.REJECT or len(full) <= room or room < 1:
+    if not policy.cuts or len(full) <= room or room < 1:
         return Fitted(full, len(full))
     head = next((index for index, message in enumerate(messages) if message["role"] != KEPT_ROLE), len(messages))
     middle = policy is ContextPolicy.TRUNCATE_MIDDLE

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.host_pool import HostPool
@@ -24,11 +25,11 @@ from tidegate_engine.metrics import (
     HostUse,
     LoraUse,
     Snapshot,
-    host_memory_bytes,
     isl_cell,
 )
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.pooled_batcher import PooledBatcher, PooledLimits
+from tidegate_engine.process_memory import resident_bytes
 from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, TokenEvent
 from tidegate_engine.runner import AdapterInfo, Adapters, ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
@@ -48,9 +49,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A token, the end of a request, or both. `error` says why a request failed."""
+class Output(NamedTuple):
+    """A token, the end of a request, or both. `error` says why a request failed.
+
+    A named tuple, since one is made for each token.
+    """
 
     token: SampledToken | None
     finish_reason: FinishReason | None = None
@@ -276,10 +279,16 @@ class Engine:
     def report(self) -> Report:
         scheduler, runner = self.scheduler, self.runner
         pool, info, settings = scheduler.blocks, runner.info, scheduler.settings
-        memory = {"weights": info.weight_bytes, "kv": info.kv_token_bytes * info.block_tokens * info.kv_blocks}
-        resident = host_memory_bytes()
+        memory = {"weights": info.weight_bytes, "kv": info.group_block_bytes * info.group_blocks}
         if runner.adapters is not None:
             memory["lora"] = runner.adapters.size_bytes
+        if (grown := runner.grown_bytes()) is not None:
+            kept = info.group_block_bytes * (pool.touched + (0 if pool.host is None else pool.host.used))
+            if runner.adapters is not None:
+                kept += runner.adapters.most_bytes
+            memory["workspace"] = max(0, grown - kept)
+        if (resident := resident_bytes()) is not None:
+            memory["host"] = resident
         snapshot = Snapshot(
             running=scheduler.running,
             waiting=scheduler.waiting + self._pooled.waiting,
@@ -297,12 +306,13 @@ class Engine:
             step_model=runner.step_model or self.fit.model,
             step_model_residual_ratio=self.fit.residual_ratio,
             step_model_samples=self.fit.samples,
-            memory_bytes=memory if resident is None else {**memory, "host": resident},
+            memory_bytes=memory,
             start_seconds=runner.start_seconds,
             drafted_tokens=scheduler.drafted_tokens,
             accepted_tokens=scheduler.accepted_tokens,
             host=None if pool.host is None else _host_use(pool.host, info),
             lora=None if runner.adapters is None else _lora_use(runner.adapters, scheduler.live_requests()),
+            kv_waste_ratio=scheduler.kv_waste_ratio,
         )
         return Report(self.metrics.counts, snapshot)
 
@@ -450,7 +460,8 @@ class Engine:
 
     def _publish(self, events: list[TokenEvent]) -> None:
         counts = self.metrics.counts
-        itl, live_requests, outbox = counts.itl, self._live, self._outbox
+        live_requests, outbox = self._live, self._outbox
+        intervals: dict[float, list[int]] = {}  # the cells of those who waited so long: most of a step waited alike
         for request, token, reason, interval in events:
             live = live_requests[request.id]
             error = token.error if token is not None else None
@@ -460,17 +471,21 @@ class Engine:
                 counts.pooled_requests += 1
             elif error is None:
                 counts.generation_tokens += 1
-                if interval is not None:
-                    itl[live.cell].observe(interval)
-                else:
+                if interval is None:
                     self._count_first_token(request, live.cell)
+                elif interval in intervals:
+                    intervals[interval].append(live.cell)
+                else:
+                    intervals[interval] = [live.cell]
             elif token is not None and token.is_corrupted:
                 counts.corrupted_requests += 1
-            output = Output(None if error else token, reason, error)
             if reason is None:
-                outbox.append((live.sink, output))
+                outbox.append((live.sink, _new(Output, (token, None, None, False))))
             else:
-                self._end(request, output)
+                self._end(request, Output(None if error else token, reason, error))
+        for interval, cells in intervals.items():
+            for cell, times in Counter(cells).items():
+                counts.itl[cell].observe(interval, times)
 
     def _count_first_token(self, request: Request, cell: int) -> None:
         counts = self.metrics.counts
@@ -532,8 +547,8 @@ def _host_use(host: HostPool, info: ModelInfo) -> HostUse:
         used=host.used,
         stored_blocks=host.stored_blocks,
         loaded_blocks=host.loaded_blocks,
-        block_tokens=info.block_tokens,
-        block_bytes=info.block_tokens * info.kv_token_bytes,
+        tokens_per_block=info.block_tokens / len(info.kv_windows),
+        block_bytes=info.group_block_bytes,
     )
 
 
@@ -543,6 +558,10 @@ def _lora_use(adapters: Adapters, live: Sequence[Request]) -> LoraUse:
         if request.adapter is not None and request.adapter.name in counts:
             counts[request.adapter.name]["running" if request.state is RequestState.RUNNING else "waiting"] += 1
     return LoraUse(adapters.max_loras, counts, at_seconds=time.time())
+
+
+_new = tuple.__new__
+"""What a named tuple's own constructor calls, in half its time."""
 
 
 class EngineFailed(RuntimeError):
@@ -567,7 +586,9 @@ def build_engine(
     """An engine for a loaded model. `on_idle` is called when the loop has nothing to do."""
     info = runner.info
     host = HostPool(info.host_blocks) if info.host_blocks and prefix_caching else None
-    pool = BlockPool(info.kv_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host)
+    pool = BlockPool(
+        info.group_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host, windows=info.kv_windows
+    )
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=speculation)
     scheduler.admit_by(admission or AdmissionPolicy())
     return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), pooled=pooled, on_idle=on_idle)

@@ -19,7 +19,7 @@ from typing import Any
 from tidegate_engine import engine_wire as wire
 from tidegate_engine.engine import Health, Output, Report, Sink, Status
 from tidegate_engine.engine_wire import Frame, Link, Row
-from tidegate_engine.metrics import host_memory_bytes
+from tidegate_engine.process_memory import resident_bytes
 from tidegate_engine.request import FinishReason, Request
 from tidegate_engine.runner import AdapterInfo
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings
@@ -190,7 +190,7 @@ class EngineClient:
         report: Report = wire.REPORT.validate_python(await self._ask("report"))
         waiting = max(report.snapshot.waiting, self.status().waiting)  # the loop's mailbox is not in its own count
         report = Report(report.counts, replace(report.snapshot, waiting=waiting))
-        engine, here = report.snapshot.memory_bytes.get("host"), host_memory_bytes()
+        engine, here = report.snapshot.memory_bytes.get("host"), resident_bytes()
         if engine is None or here is None or self._process is None:
             return report
         memory = {**report.snapshot.memory_bytes, "host": engine + here}
@@ -287,6 +287,10 @@ class EngineClient:
         if live is None:
             return
         output, request = wire.read_output(row), live.request
+        if len(row) == 2:
+            request.output_tokens += 1
+            live.sink.push(output)
+            return
         request.num_cached = row[-1]
         if output.token is not None:
             request.output_tokens += 1

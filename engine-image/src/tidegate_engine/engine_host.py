@@ -95,15 +95,12 @@ class _Host:
             for task in (beat, failed, *self._answers.values()):
                 task.cancel()
 
-    def take(self, number: int, request: Request, output: Output) -> None:
-        """An output for the other side."""
-        self._put(wire.output_row(number, output, cached=request.num_cached))
-
-    def _put(self, row: Row) -> None:
-        """Rows that come in one turn of the event loop go in one frame."""
-        if not self._rows:
+    def put(self, row: Row) -> None:
+        """An output for the other side. Rows that come in one turn of the event loop go in one frame."""
+        rows = self._rows
+        if not rows:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._rows.append(row)
+        rows.append(row)
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
@@ -151,7 +148,7 @@ class _Host:
         except ValueError as error:  # the other side's mistake, and the end of this one request only
             logger.exception("a request cannot be read")
             self._unreadable += 1
-            self._put(wire.output_row(number, Output(None, FinishReason.ERROR, f"unreadable: {error}"), cached=0))
+            self.put(wire.output_row(number, Output(None, FinishReason.ERROR, f"unreadable: {error}"), cached=0))
         else:
             self._engine.submit(request, _Sink(self, number, request))
 
@@ -194,15 +191,21 @@ class _Host:
 class _Sink:
     """Where the engine puts the outputs of a request of the other side."""
 
-    __slots__ = ("_host", "_number", "_request")
+    __slots__ = ("_has_begun", "_number", "_put", "_request")
 
     def __init__(self, host: _Host, number: int, request: Request) -> None:
-        self._host = host
+        self._put = host.put
         self._number = number
         self._request = request
+        self._has_begun = False
 
     def push(self, output: Output) -> None:
-        self._host.take(self._number, self._request, output)
+        token, reason, _, _ = output
+        if self._has_begun and token is not None and reason is None and not token.is_eos and token.logprobs is None:
+            self._put((self._number, token.token_id))
+        else:
+            self._has_begun = True
+            self._put(wire.output_row(self._number, output, cached=self._request.num_cached))
 
 
 def _die_with(parent: int) -> None:

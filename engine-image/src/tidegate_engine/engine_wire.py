@@ -35,7 +35,10 @@ _LENGTH = struct.Struct("!I")
 Frame = list[Any]
 Row = Sequence[Any]
 """An output: the request's number, token id, is_eos, logprobs, finish reason, error, is_refusal, embedding,
-cached tokens."""
+cached tokens.
+
+Or a plain token, as most are: number and token id. It never is a request's first output.
+"""
 
 
 class Link:
@@ -103,6 +106,8 @@ def output_row(number: int, output: Output, *, cached: int) -> Row:
 
 
 def read_output(row: Row) -> Output:
+    if len(row) == 2:
+        return Output(SampledToken(row[1]))
     _, token_id, is_eos, logprobs, reason, error, is_refusal, embedding, _ = row
     token = None
     if token_id is not None:

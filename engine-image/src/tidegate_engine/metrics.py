@@ -7,8 +7,6 @@ snapshot of the scheduler, into samples when they are scraped.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from resource import getpagesize
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -62,9 +60,9 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
         total = 0
@@ -91,7 +89,8 @@ class HostUse:
     used: int
     stored_blocks: int
     loaded_blocks: int
-    block_tokens: int
+    tokens_per_block: float
+    """Fewer than a block has where layers form groups, and each has a block of its own for them."""
     block_bytes: int
 
 
@@ -144,6 +143,8 @@ class Snapshot:
     pause_mode: str | None = None
     """None = not paused."""
     policy_version: int = 0
+    kv_waste_ratio: float | None = None
+    """Share of the token slots in used blocks that hold none; None while no block is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,10 @@ class Counts:
     finished_ttft: dict[str, Histogram] = field(default_factory=dict)
     finished_itl: dict[str, Histogram] = field(default_factory=dict)
     e2e: dict[str, Histogram] = field(default_factory=dict)
+    encoded_characters: int = 0
+    encoded_tokens: int = 0
+    encoding_seconds: float = 0.0
+    """Of text to tokens: counted by the tokenizer, on the HTTP side."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -247,14 +252,6 @@ class EngineMetrics:
             counts.finished_ttft[pattern].observe(request.ttft_seconds)
         if request.itl_seconds is not None:
             counts.finished_itl[pattern].observe(request.itl_seconds)
-
-
-def host_memory_bytes() -> int | None:
-    """Resident memory of this process; None where /proc does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 Rows = Iterable[tuple[tuple[str, ...], float]]
@@ -393,6 +390,9 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache.", counts.cached_prompt_tokens),
         ("generation_tokens", "Tokens generated.", counts.generation_tokens),
         ("pooled_requests", "Inputs embedded.", counts.pooled_requests),
+        ("tokenizer_characters", "Characters of text that became tokens.", counts.encoded_characters),
+        ("tokenizer_tokens", "Tokens that text became.", counts.encoded_tokens),
+        ("tokenizer_seconds", "Time that making tokens of text took.", counts.encoding_seconds),
         ("steps", "Steps computed.", counts.steps),
         ("failed_steps", "Steps that failed with all their requests.", counts.failed_steps),
         (
@@ -412,6 +412,13 @@ def _resources(counts: Counts, now: Snapshot) -> Iterator[Metric]:
         ("state",),
         (((state,), value) for state, value in blocks),
     )
+    if now.kv_waste_ratio is not None:
+        yield _gauge(
+            f"{PREFIX}kv_waste_ratio",
+            "Share of the token slots in used KV-cache blocks that hold no token.",
+            (),
+            [((), now.kv_waste_ratio)],
+        )
     yield _counter(
         f"{PREFIX}preemptions",
         "Running requests sent back to the queue, by cause.",
@@ -453,7 +460,7 @@ def _host(host: HostUse) -> Iterator[Metric]:
         f"{PREFIX}host_cached_tokens",
         "Tokens whose KV came back from host memory instead of being computed again.",
         (),
-        [((), host.loaded_blocks * host.block_tokens)],
+        [((), host.loaded_blocks * host.tokens_per_block)],
     )
 
 

@@ -55,6 +55,9 @@ class ModelledRunner:
     def start_seconds(self) -> Mapping[str, float]:
         return self._profile.start_seconds
 
+    def grown_bytes(self) -> None:
+        """A GPU's workspace is not part of a profile."""
+
     def rest(self) -> None:
         """The loop goes idle: the next step does not follow the last one directly."""
         self._deadline = None

@@ -5,7 +5,7 @@ Owns the description of a `transformer.Decoder` and its caches for native.c, and
 """
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
+from ctypes import POINTER, Array, Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class _Layer(Structure):
             for name in ("attention_norm", "qk_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
         ),
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "inner", "window", "rope")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "inner", "window", "rope", "group")),
         ("scale", c_float),
         ("soft_cap", c_float),
     )
@@ -51,8 +51,8 @@ class _Decoder(Structure):
 class _Step(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "table_width", "logit_rows")),
-        *((name, c_void_p) for name in ("tokens", "positions", "slots", "owners", "wanted", "tables")),
-        *((name, POINTER(c_void_p)) for name in ("cosines", "sines")),
+        *((name, c_void_p) for name in ("tokens", "positions", "owners", "wanted")),
+        *((name, POINTER(c_void_p)) for name in ("slots", "tables", "cosines", "sines")),
         *((name, c_void_p) for name in ("residual", "x", "heads", "attended", "inner", "logits")),
     )
 
@@ -74,7 +74,7 @@ class NativeDecoder:
     def takes(self, batch: Ragged) -> bool:
         """Whether a step is one for this, and not for `forward`."""
         rows = len(batch.positions)
-        return rows <= MAX_ROWS and rows * self._columns <= native.FEW_VALUES
+        return batch.views is None and rows <= MAX_ROWS and rows * self._columns <= native.FEW_VALUES
 
     def forward(self, token_ids: Tensor, batch: Ragged, *, logits_rows: Tensor) -> Tensor:
         """What `transformer.forward` does, for a batch that this takes."""
@@ -85,21 +85,21 @@ class NativeDecoder:
         ]
         owners = torch.repeat_interleave(batch.query_starts.diff().long(), output_size=len(token_ids))
         logits = torch.empty(len(logits_rows), config.vocab_size)
-        block_tables = batch.block_tables.contiguous()
+        groups = (batch, *batch.others)
+        block_tables = [group.block_tables.contiguous() for group in groups]
         longest = max(batch.counts[1])
-        pointers = c_void_p * max(1, len(tables))
         step = _Step(
             len(token_ids),
-            block_tables.shape[1],
+            block_tables[0].shape[1],
             len(logits_rows),
             token_ids.data_ptr(),
             batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
             owners.data_ptr(),
             logits_rows.data_ptr(),
-            block_tables.data_ptr(),
-            pointers(*(cosines.data_ptr() for cosines, _ in tables)),
-            pointers(*(sines.data_ptr() for _, sines in tables)),
+            _pointers([group.slots for group in groups]),
+            _pointers(block_tables),
+            _pointers([cosines for cosines, _ in tables]),
+            _pointers([sines for _, sines in tables]),
             *(buffer.data_ptr() for buffer in (*self._buffers, logits)),
         )
         loaded = native.library()
@@ -144,6 +144,7 @@ def native_decoder(decoder: Decoder, caches: Sequence[Cache]) -> NativeDecoder |
             each.config.inner,
             each.rule.window or 0,
             -1 if each.config.rope is None else each.config.rope,
+            cache.group,
             each.rule.scale,
             each.rule.soft_cap or 0,
         )  # fmt: skip
@@ -173,6 +174,10 @@ def native_decoder(decoder: Decoder, caches: Sequence[Cache]) -> NativeDecoder |
 
 class _Unknown(Exception):
     """A part of the model that native.c does not know."""
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Array[c_void_p]:
+    return (c_void_p * max(1, len(tensors)))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from tidegate_engine.batching import Conflict, parse_if_match
 from tidegate_engine.completions import Completions
+from tidegate_engine.context import NO_SLIDING_WINDOW, ContextPolicy
 from tidegate_engine.live_policy import LivePolicy, change_policy, policy_bounds
 from tidegate_engine.metrics import Counts
 from tidegate_engine.server import JsonResponse
@@ -54,6 +55,8 @@ class PolicyControl:
             policy = change_policy(self.policy, data, bounds=self._bounds)
             if isinstance(policy, Violation):
                 return self._refuse(policy)
+            if policy.context_policy is ContextPolicy.SLIDING_WINDOW and self._completions.limits.window is None:
+                return self._refuse(Violation("context_policy", None, f"context_policy {NO_SLIDING_WINDOW}"))
             version = self.version + (policy != self.policy)
             if not dry_run:
                 await self._apply(policy)

@@ -65,6 +65,13 @@ class Adapter:
     """Of its files: adapters of equal digests compute the same."""
 
 
+class Window(NamedTuple):
+    """How far back a token sees: the newest `tokens`, itself included, and the first `sinks` of the context."""
+
+    tokens: int
+    sinks: int = 0
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One inference request. Times are seconds of the caller's monotonic clock."""
@@ -82,6 +89,8 @@ class Request:
     """None = the model as it is."""
     pooling: PoolingKind | None = None
     """Set where the prompt's embedding is wanted instead of tokens; `max_tokens` is 1 then."""
+    window: Window | None = None
+    """None = what the model sees."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks of prompt + output; filled by the block pool, or brought ready-made (then without
     `prompt_ids`)."""
@@ -125,10 +134,11 @@ class Request:
 
     def token_ids(self, start: int, count: int) -> list[int]:
         """Ids of positions [start, start + count) of prompt + output."""
+        offset = start - self.prompt_tokens
+        if offset >= 0:
+            return self.output_ids[offset : offset + count]
         prompt = list(self.prompt_ids[start : start + count])
-        rest = count - len(prompt)
-        offset = max(0, start - self.prompt_tokens)
-        return prompt + self.output_ids[offset : offset + rest]
+        return prompt + self.output_ids[: count - len(prompt)]
 
 
 class StepItem(NamedTuple):
@@ -143,8 +153,8 @@ class StepItem(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     samples: bool
     blocks: Sequence[int]
-    """The request's own block table (no copy), long enough for start + count tokens. Valid until the step's commit,
-    also when the request is aborted meanwhile; it may be longer than needed."""
+    """The request's own block table (no copy), long enough for start + count tokens, as `blocks` lays it out. Valid
+    until the step's commit, also when the request is aborted meanwhile; it may be longer than needed."""
     drafts: Sequence[int] = ()
     """Guesses of the tokens that follow the known ones; the last positions of the item, and each yields a token."""
 

@@ -27,6 +27,7 @@ class ModelInfo:
     weight_bytes: int
     kv_token_bytes: int
     kv_blocks: int
+    """Each with `block_tokens` tokens of all layers."""
     block_tokens: int
     gpu_product: str | None
     gpu_count: int
@@ -41,6 +42,18 @@ class ModelInfo:
     """Whether embeddings have the length one."""
     host_blocks: int = 0
     """Evicted KV blocks that host memory holds; 0 also where copying one back would take longer than computing it."""
+    kv_windows: tuple[int | None, ...] = (None,)
+    """The layers' groups, of equal size, by how many tokens they see; None = all. A KV block is that of one group."""
+
+    @property
+    def group_blocks(self) -> int:
+        """KV blocks of all groups, the null block among them."""
+        return self.kv_blocks * len(self.kv_windows)
+
+    @property
+    def group_block_bytes(self) -> int:
+        """Of the KV block of one group."""
+        return self.kv_token_bytes * self.block_tokens // len(self.kv_windows)
 
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -67,6 +80,11 @@ class Adapters(Protocol):
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def most_bytes(self) -> int:
+        """What they ever took together at most."""
+        ...
 
     def infos(self) -> Sequence[AdapterInfo]: ...
 
@@ -98,6 +116,10 @@ class Runner(Protocol):
     @property
     def start_seconds(self) -> Mapping[str, float]:
         """Seconds by phase: weights, warmup."""
+        ...
+
+    def grown_bytes(self) -> int | None:
+        """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
         ...
 
     def run(self, step: Step) -> Mapping[str, SampledToken]:

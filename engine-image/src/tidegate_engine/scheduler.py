@@ -122,6 +122,13 @@ class Scheduler:
         return sum(request.num_computed for request in self._running)
 
     @property
+    def kv_waste_ratio(self) -> float | None:
+        """Share of the token slots in used blocks that hold none; None while none is used."""
+        slots = self.blocks.used * self.blocks.block_tokens
+        empty = sum(self.blocks.count_empty(request) for request in list(self._running))
+        return min(1.0, empty / slots) if slots else None
+
+    @property
     def running_output_past_edges(self) -> dict[int, int]:
         """By lower edge: running requests with at least so many output tokens."""
         outputs = [request.output_tokens for request in self._running]
@@ -131,11 +138,6 @@ class Scheduler:
     def reserve_ratio(self) -> float:
         """Share of the expected output for which admission keeps blocks back; rises with preemptions."""
         return self._reserve_ratio
-
-    @property
-    def kv_tokens(self) -> int:
-        """What the whole KV cache holds."""
-        return self.blocks.usable * self.blocks.block_tokens
 
     @property
     def has_work(self) -> bool:
@@ -227,14 +229,13 @@ class Scheduler:
         block_tokens = self.blocks.block_tokens
         for request in self._running:  # growing a table may take requests off the end
             start = request.num_computed
+            if not start % block_tokens and not self._grow(request):
+                break
             if request.prompt_tokens + request.output_tokens - start > 1:
                 prefills.append(request)
                 continue
-            table = request.blocks
-            if len(table) * block_tokens <= start and not self._grow(request):
-                break
             request.num_computed = start + 1
-            items.append(_new(StepItem, (request, start, 1, True, table, ())))
+            items.append(_new(StepItem, (request, start, 1, True, request.blocks, ())))
         budget = self._settings.max_num_batched_tokens - len(items)
         for request in prefills:
             if budget <= 0:
@@ -272,18 +273,21 @@ class Scheduler:
             if request.state is not running_state:
                 continue
             token = None
+            may_end = False
             if samples and tokens is not None:
                 token = tokens.get(request.id) or _NO_TOKEN
-                if token.error is not None:
+                token_id, may_end, _, error, _, is_final, is_deferred, _, _ = token
+                if error is not None:
                     self._finish(request, FinishReason.ERROR, now)
                     events.append(TokenEvent(request, token, FinishReason.ERROR))
                     finished = True
                     continue
-                if token.is_deferred:
+                if is_deferred:
                     request.num_computed -= 1
                     continue
             if request.num_computed // block_tokens > request.num_published:
                 pool.publish(request)
+                pool.release_unseen(request)
             if not samples:
                 continue
             if request.pooling is not None:
@@ -291,11 +295,14 @@ class Scheduler:
                 events.append(TokenEvent(request, token, FinishReason.STOP))
                 finished = True
                 continue
-            if token is not None:
-                request.output_ids.append(token.token_id)
             request.output_tokens = output_tokens = request.output_tokens + 1
-            may_end = token is not None and (token.is_eos or request.params.stop_token_ids)
-            reason = _end_of(request, token) if may_end or output_tokens >= request.max_tokens else None
+            reason = None
+            if token is not None:
+                request.output_ids.append(token_id)
+                if may_end or is_final or request.params.stop_token_ids:
+                    reason = _end_of(request, token)
+            if output_tokens >= request.max_tokens and reason is None:
+                reason = _end_of(request, token)
             before = request.last_token_at
             request.last_token_at = now
             if before is None:
@@ -341,6 +348,8 @@ class Scheduler:
             return 0
         if any(request.total_tokens - request.num_computed != 1 for request in running):
             return 0
+        if not all(self.blocks.sees_all(request) for request in running):
+            return 0
         steps = min(request.max_tokens - request.output_tokens for request in running) - 1
         while steps > 0 and self._blocks_for(steps) > self.blocks.available:
             steps //= 2
@@ -369,8 +378,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the books of requests and blocks balance. For tests and idle moments."""
-        self.blocks.check_integrity(request.blocks for request in self._running)
-        block_tokens = self.blocks.block_tokens
+        tables = [[block for block in request.blocks if block] for request in self._running]
+        self.blocks.check_integrity(tables)
+        block_tokens, groups = self.blocks.block_tokens, self.blocks.groups
         live = [*self._running, *self._waiting]
         complaints = {
             "the queues and the index differ": {id(r) for r in live} != {id(r) for r in self._requests.values()},
@@ -380,11 +390,12 @@ class Scheduler:
             "a state is wrong": any(r.state is not RequestState.RUNNING for r in self._running)
             or any(r.state is not RequestState.WAITING for r in self._waiting),
             "a waiting request holds something": any(r.blocks or r.num_computed for r in self._waiting),
-            "a table is too short": any(len(r.blocks) * block_tokens < r.num_computed for r in self._running),
+            "a table is too short": any(len(r.blocks) * block_tokens < r.num_computed * groups for r in self._running),
+            "a block is gone that is seen": any(self.blocks.lacks_seen(r) for r in self._running),
             "more is computed than known": any(r.num_computed > r.total_tokens for r in self._running),
             "waiting tokens differ": self._waiting_tokens != sum(r.total_tokens for r in self._waiting),
             "the blocks of a request that ended stay used": self._in_flight is None
-            and self.blocks.used != len({block for r in self._running for block in r.blocks}),
+            and self.blocks.used != len({block for table in tables for block in table}),
         }
         if broken := [complaint for complaint, holds in complaints.items() if holds]:
             raise IntegrityError("; ".join(broken))
@@ -401,7 +412,8 @@ class Scheduler:
                 wanted=min(prompt, request.max_tokens),
                 allowed=1,
             )
-        if request.pooling is not None and prompt <= min(self.max_model_len, self.kv_tokens):
+        kv_tokens = self.blocks.tokens_that_fit(request)
+        if request.pooling is not None and prompt <= min(self.max_model_len, kv_tokens):
             return 1
         if prompt >= self.max_model_len:
             raise RequestRefused(
@@ -413,7 +425,6 @@ class Scheduler:
                 wanted=prompt + (request.pooling is None),
                 allowed=self.max_model_len,
             )
-        kv_tokens = self.kv_tokens
         if prompt > kv_tokens:
             raise RequestRefused(
                 "KvCacheTooSmall",
@@ -429,14 +440,19 @@ class Scheduler:
         self._waiting_tokens += request.total_tokens
 
     def _grow(self, request: Request) -> bool:
-        """Give a decode its next block, from later requests if need be; False when it had to give way itself."""
-        while not self.blocks.available:
+        """Give a request the block for its next token, where it lacks it, from later requests if need be.
+
+        False when it had to give way itself.
+        """
+        missing = self.blocks.missing(request, request.num_computed + 1)
+        while len(missing) > self.blocks.available:
             victim = self._running.pop()
             self._preempt(victim, "kv")
             self._reserve_ratio = min(1.0, self._reserve_ratio + RESERVE_RATIO_RISE)
             if victim is request:
                 return False
-        request.blocks += self.blocks.allocate(1)
+        if missing:
+            self.blocks.fill(request, missing)
         return True
 
     def _must_yield(self) -> bool:
@@ -464,11 +480,14 @@ class Scheduler:
         """Plan the request's next chunk, of at least one token; returns its size."""
         start = request.num_computed
         left = request.total_tokens - start
-        count = min(left, budget, self._settings.long_prefill_token_threshold)
+        # What is left of the blocks belongs to the decodes.
+        reach = self.blocks.reach(request, keep=len(self._running) * self.blocks.groups) - start
+        count = min(left, budget, self._settings.long_prefill_token_threshold, reach)
         if count < left:  # whole blocks, where there is one: they can be published
             end = (start + count) // self.blocks.block_tokens * self.blocks.block_tokens
             if end > start:
                 count = end - start
+        self.blocks.fill(request, self.blocks.missing(request, start + count))
         request.num_computed = start + count
         items.append(StepItem(request, start, count, count == left, request.blocks))
         return count
@@ -476,7 +495,6 @@ class Scheduler:
     def _add_drafts(self, items: list[StepItem], speculation: NgramSpeculation) -> None:
         """Let decodes guess ahead with what the budget leaves, where their blocks reach or unneeded ones are there."""
         budget = self._settings.max_num_batched_tokens - sum([item.count for item in items])
-        block_tokens = self.blocks.block_tokens
         for index, item in enumerate(items):
             request = item.request
             if budget <= 0:
@@ -488,13 +506,13 @@ class Scheduler:
             # The step yields one token more than are right, and never more than the request may have.
             most = min(budget, request.max_tokens - request.output_tokens - 1)
             drafts = self._index_of(request, speculation).propose(most)
-            missing = -(-(item.start + 1 + len(drafts)) // block_tokens) - len(request.blocks)
-            if missing > 0 and self.blocks.available - missing < len(self._running):
-                drafts = drafts[: len(request.blocks) * block_tokens - item.start - 1]
-                missing = 0
+            missing = self.blocks.missing(request, item.start + 1 + len(drafts))
+            if missing and self.blocks.available - len(missing) < len(self._running):
+                held = len(request.blocks) // self.blocks.groups * self.blocks.block_tokens
+                drafts, missing = drafts[: held - item.start - 1], []
             if not drafts:
                 continue
-            request.blocks += self.blocks.allocate(max(0, missing))
+            self.blocks.fill(request, missing)
             budget -= len(drafts)
             items[index] = StepItem(request, item.start, 1 + len(drafts), True, item.blocks, drafts)
 
@@ -520,6 +538,7 @@ class Scheduler:
                 break
         if request.num_computed // self.blocks.block_tokens > request.num_published:
             self.blocks.publish(request)
+            self.blocks.release_unseen(request)
         self.drafted_tokens += len(drafts)
         self.accepted_tokens += len(token.following)
         self._ngrams[request.id].learn(proposed=len(drafts), accepted=len(token.following))
@@ -573,19 +592,18 @@ class Scheduler:
     def _place(self, request: Request, reserve: int) -> bool:
         """Give `request` blocks for all its known tokens, when at least `reserve` are left over."""
         pool = self.blocks
-        shared = pool.match(request)
-        fresh = -(-request.total_tokens // pool.block_tokens) - len(shared)
-        if pool.available - pool.count_unused(shared) - fresh < reserve:
+        found = pool.match(request)
+        if pool.available - pool.count_needed(request, found) < reserve:
             return False
-        hosted = pool.match_host(request, len(shared))
-        pool.share(shared)
-        request.blocks = shared + pool.allocate(fresh, hosted=hosted)
-        request.num_computed = (len(shared) + len(hosted)) * pool.block_tokens
-        request.num_published = len(shared)  # what is copied back can be shared when the step has succeeded
+        request.blocks = pool.hand_out(request, found)
+        request.num_computed = len(found) // pool.groups * pool.block_tokens
+        # What is copied back can be shared when the step has succeeded.
+        hosted = next((place for place, entry in enumerate(found) if isinstance(entry, bytes)), len(found))
+        request.num_published = hosted // pool.groups
         return True
 
     def _expected_output(self, requests: Iterable[Request]) -> float:
-        """Tokens that the requests are likely to add."""
+        """Tokens that the requests are likely to add and to take blocks for."""
         total = 0.0
         lengths = self._lengths if self._lengths.is_experienced else None
         for request in requests:
@@ -594,9 +612,10 @@ class Scheduler:
             if limit > EXPECTED_OUTPUT_CAP_TOKENS:
                 limit = EXPECTED_OUTPUT_CAP_TOKENS
             if lengths is None or request.params.ignore_eos:
-                total += limit
+                tokens: float = limit
             else:
-                total += lengths.remaining(output_tokens, limit=limit)
+                tokens = lengths.remaining(output_tokens, limit=limit)
+            total += tokens if self.blocks.sees_all(request) else self.blocks.growth(request, tokens)
         return total
 
     def _reserved_blocks(self, output_tokens: float) -> int:

@@ -25,17 +25,21 @@ from tidegate_engine.adapters import ServedAdapters
 from tidegate_engine.admin import CALL_TIMEOUT_SECONDS, AdminState, LiveBatching, Loaded, create_admin, probe_live, thaw
 from tidegate_engine.admin_keys import AdminKeys
 from tidegate_engine.batching import initial_state
+from tidegate_engine.blocks import tokens_that_fit, windows_of
 from tidegate_engine.completions import Completions, Limits, Tokenizer
+from tidegate_engine.context import DEFAULT_WINDOW, NO_SLIDING_WINDOW, ContextPolicy
 from tidegate_engine.drain import Drain
 from tidegate_engine.engine import Engine, build_engine
 from tidegate_engine.engine_client import MIN_SILENCE_SECONDS, SILENCE_SECONDS, EngineClient, EngineGone, EngineProcess
 from tidegate_engine.engine_host import run_engine
+from tidegate_engine.http_protocol import BoundedHttp
 from tidegate_engine.live_policy import LivePolicy
 from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.policy_control import PolicyControl
 from tidegate_engine.pooled_batcher import PooledLimits
 from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
+from tidegate_engine.request import Window
 from tidegate_engine.runner import Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings, SettingsFile
@@ -88,6 +92,8 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     policy: LivePolicy = field(default_factory=LivePolicy)
     """What an administrator may change later."""
+    context_window: Window = DEFAULT_WINDOW
+    """What tokens see under the policy `sliding_window`."""
     tool_call_parser: str | None = None
     """Name of a format; None = recognised from the model's chat template."""
     reasoning_parser: str | None = None
@@ -183,6 +189,7 @@ def _listener(app: ASGIApp) -> _Listener:
     return _Listener(
         uvicorn.Config(
             app,
+            http=BoundedHttp,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -262,7 +269,7 @@ class Process:
         limits = Limits(
             options.served_names,
             info.max_model_len,
-            (info.kv_blocks - 1) * info.block_tokens,
+            tokens_that_fit(info.group_blocks - 1, info.block_tokens, windows_of(info.kv_windows)),
             options.policy,
             tool_format=FORMATS[options.tool_call_parser]
             if options.tool_call_parser
@@ -270,10 +277,23 @@ class Process:
             reasoning_format=REASONING_FORMATS[options.reasoning_parser] if options.reasoning_parser else None,
             template_variables=options.template_variables,
             structured_outputs=info.structured_outputs,
+            window=options.context_window if info.kv_windows == (None,) else None,
         )
+        if options.policy.context_policy is ContextPolicy.SLIDING_WINDOW:
+            if limits.window is None:
+                raise ServeError("ContextPolicyImpossible", NO_SLIDING_WINDOW, exit_code=2)
+            logger.warning(
+                "every token sees only the newest %d and the first %d tokens before it: models that were not trained "
+                "for that forget what lies between, and may repeat themselves",
+                *options.context_window,
+            )
 
         async def render_metrics() -> bytes:
             report = await engine.report()
+            meter = model.tokenizer.meter
+            metrics.counts.encoded_characters = meter.characters
+            metrics.counts.encoded_tokens = meter.tokens
+            metrics.counts.encoding_seconds = meter.seconds
             snapshot = replace(
                 _with_settings(report.snapshot, batching),
                 pause_mode=drain.pause_mode,

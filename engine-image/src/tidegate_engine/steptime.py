@@ -48,7 +48,7 @@ def shape_of(items: Iterable[tuple[int, int, bool]]) -> StepShape:
 def shape_of_step(step: Step) -> StepShape:
     """Shape of a planned step. An item of one token that samples is a decode, with or without drafts behind it."""
     return shape_of(
-        (item.start, item.count, item.count - len(item.drafts) > 1 or not item.samples) for item in step.items
+        [(start, count, not samples or count - len(drafts) > 1) for _, start, count, samples, _, drafts in step.items]
     )
 
 

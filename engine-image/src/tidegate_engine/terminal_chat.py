@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 from urllib.parse import urlsplit
 
+from tidegate_engine.context import DEFAULT_WINDOW
+from tidegate_engine.request import Window
+
 if TYPE_CHECKING:
     from tidegate_engine.openai import ApiError, Delta, Ending
     from tidegate_engine.serve import Model
@@ -267,8 +270,16 @@ def _reason_of(status: int, body: bytes) -> str:
 class LocalBackend:
     """An engine in this process: the engine's loop, and what serves calls, on an event loop of their own thread."""
 
-    def __init__(self, model: "Model", *, reasoning_parser: str | None, fields: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        model: "Model",
+        *,
+        reasoning_parser: str | None,
+        fields: Mapping[str, object],
+        window: Window = DEFAULT_WINDOW,
+    ) -> None:
         self._model = model
+        self._window = window
         self._reasoning_parser = reasoning_parser
         self._fields = fields
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -303,6 +314,7 @@ class LocalBackend:
 
     async def _serve(self) -> None:
         from tidegate_engine.adapters import ServedAdapters
+        from tidegate_engine.blocks import tokens_that_fit, windows_of
         from tidegate_engine.completions import Completions, Limits
         from tidegate_engine.engine import Engine, build_engine
         from tidegate_engine.engine_host import host_engine
@@ -322,7 +334,8 @@ class LocalBackend:
         limits = Limits(
             (info.name,),
             info.max_model_len,
-            (info.kv_blocks - 1) * info.block_tokens,
+            tokens_that_fit(info.group_blocks - 1, info.block_tokens, windows_of(info.kv_windows)),
+            window=self._window if info.kv_windows == (None,) else None,
             reasoning_format=FORMATS[self._reasoning_parser] if self._reasoning_parser else None,
         )
         adapters = ServedAdapters(loaded.engine, base_names=limits.served_names, root=None)

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from tidegate_engine.chat import ChatTemplate, ChatTemplateError
 from tidegate_engine.gguf_file import GgufFile, read_header
+from tidegate_engine.text_meter import TextMeter
 from tidegate_engine.weights import (
     CONFIG_FILE,
     TOKENIZER_GGUF,
@@ -93,11 +95,14 @@ class ModelTokenizer:
         self._template = parts.template
         self.vocab_size = len(parts.pieces)
         self.eos_token_ids = parts.eos_token_ids
+        self.meter = TextMeter()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`; with the tokens that the model wants before and behind it when `add_special` is true."""
+        started = perf_counter()
         # Only the batch's call releases the interpreter: a long text in a thread would else stop the event loop.
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special)[0].ids
+        self.meter.add(characters=len(text), tokens=len(ids), seconds=perf_counter() - started)
         return [*self._before, *ids, *self._behind] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -29,6 +29,7 @@ from tidegate_engine.native_decoder import native_decoder
 from tidegate_engine.pooler import Pooler
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
+from tidegate_engine.process_memory import forget_peak, peak_bytes, resident_bytes
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
@@ -38,6 +39,7 @@ from tidegate_engine.transformer import (
     build_decoder,
     head_logits,
     hidden_states,
+    kv_groups,
     kv_token_bytes,
     layer_caches,
     new_kv_pool,
@@ -45,7 +47,7 @@ from tidegate_engine.transformer import (
 )
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native
-from tidegate_kernels.reference import ragged_batch
+from tidegate_kernels.reference import in_other_tables, ragged_batch
 
 DTYPES = {
     "float32": torch.float32,
@@ -114,12 +116,17 @@ class TorchRunner:
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
         kv_dtype = DTYPES[precision.kv_dtype]
         self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=self._decoder.dtype)
-        reserved = _reserved_bytes(self._lora)
-        blocks = options.kv_blocks or _affordable_blocks(config, options.block_tokens, kv_dtype, reserved=reserved)
+        groups = kv_groups(config)
+        token_bytes = kv_token_bytes(config, kv_dtype, groups)
+        blocks = options.kv_blocks or _affordable_blocks(
+            token_bytes * options.block_tokens, options.block_tokens, reserved=_reserved_bytes(self._lora)
+        )
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
-        self._pool = new_kv_pool(config, blocks=blocks, block_tokens=options.block_tokens, dtype=kv_dtype)
-        self._caches = layer_caches(config, self._pool)
+        self._pool = new_kv_pool(
+            config, blocks=blocks * len(groups), block_tokens=options.block_tokens, dtype=kv_dtype, groups=groups
+        )
+        self._caches = layer_caches(config, self._pool, groups)
         self._native = native_decoder(self._decoder, self._caches)
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
@@ -136,7 +143,7 @@ class TorchRunner:
             weight_dtype=self._decoder.weight_precision,
             kv_dtype=precision.kv_dtype,
             weight_bytes=self._decoder.weight_bytes,
-            kv_token_bytes=kv_token_bytes(config, kv_dtype),
+            kv_token_bytes=token_bytes,
             kv_blocks=blocks,
             block_tokens=options.block_tokens,
             gpu_product=None,
@@ -146,10 +153,12 @@ class TorchRunner:
             embedding_size=config.hidden,
             pooling=pooling.kind,
             embedding_normalised=pooling.is_normalised,
+            kv_windows=tuple(group.window for group in groups),
         )
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
+        self._loaded_bytes = resident_bytes() if forget_peak() else None
 
     @property
     def info(self) -> ModelInfo:
@@ -167,6 +176,11 @@ class TorchRunner:
     def start_seconds(self) -> Mapping[str, float]:
         return self._start_seconds
 
+    def grown_bytes(self) -> int | None:
+        """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
+        peak = peak_bytes()
+        return None if peak is None or self._loaded_bytes is None else max(0, peak - self._loaded_bytes)
+
     @torch.inference_mode()
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         """Compute `step`; returns a token by request id for every item that samples. Blocking."""
@@ -178,12 +192,15 @@ class TorchRunner:
         token_ids = [token for item in items for token in _token_ids(item)]
         self._sampler.prepare(items)
         self._clear_unwritten(items)
+        first, *others = _tables_by_group(items, groups=len(self._info.kv_windows))
         batch = ragged_batch(
             [item.count for item in items],
             [item.start + item.count for item in items],
-            [item.blocks for item in items],
+            first,
             cache=self._caches[0],
+            views=[item.request.window for item in items] if any(item.request.window for item in items) else None,
         )
+        batch = replace(batch, others=tuple(in_other_tables(batch, tables) for tables in others))
         ids, starts = torch.tensor(token_ids), batch.query_starts.tolist()
         sampled = [item for item in items if _is_sampled(item)]
         adapted = {} if self._lora is None else _adapted_rows(items)
@@ -203,23 +220,23 @@ class TorchRunner:
     def _make_host(self, host_bytes: int) -> HostBlocks | None:
         """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""
         info = self._info
-        block_bytes = info.kv_token_bytes * info.block_tokens
-        slots = host_bytes // block_bytes
+        slots = host_bytes // info.group_block_bytes
         if not slots:
             return None
-        available = Machine().available_bytes() - info.kv_blocks * block_bytes - _reserved_bytes(self._lora)
+        kv_bytes = info.group_blocks * info.group_block_bytes
+        available = Machine().available_bytes() - kv_bytes - _reserved_bytes(self._lora)
         if host_bytes > available:
             raise ModelError(
                 "HostPoolTooLarge",
                 f"{host_bytes / 2**20:.0f} MiB are asked for evicted KV blocks; beside the KV cache "
                 f"{max(0, available) / 2**20:.0f} MiB are available",
             )
-        host = HostBlocks(self._caches, slots)
+        host = HostBlocks(self._pool, slots)
         sequences, tokens = WARM_UP_SHAPES[0]
         computing = _seconds(lambda: self._run_dummy(sequences, tokens)) * info.block_tokens / tokens
-        copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.kv_blocks))]
+        copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.group_blocks))]
         host.copy(Step(0, (), 0, stores=copies))
-        copying = _seconds(lambda: host.copy(Step(0, (), 0, loads=copies))) / len(copies)
+        copying = _seconds(lambda: host.copy(Step(0, (), 0, loads=copies))) / len(copies) * len(info.kv_windows)
         if copying >= computing:
             logger.warning(
                 "evicted KV blocks are not kept: copying one back takes %.2f ms, computing it %.2f ms",
@@ -241,11 +258,12 @@ class TorchRunner:
 
         What an earlier request left behind the last token gets the weight zero, and zero times its NaN would be NaN.
         """
-        size = self._info.block_tokens
+        size, groups = self._info.block_tokens, len(self._info.kv_windows)
         begun = [
-            item.blocks[end // size]
+            block
             for item in items
             if (end := item.start + item.count) % size > 0 and end % size <= item.count
+            for block in item.blocks[end // size * groups : (end // size + 1) * groups]
         ]
         if begun:
             for part in self._pool:
@@ -260,7 +278,7 @@ class TorchRunner:
         """A step whose tokens nobody gets, in blocks that are free."""
         size = self._info.block_tokens
         count = min(tokens, self._info.max_model_len, (self._info.kv_blocks - 1) * size)
-        blocks = list(range(1, 1 + -(-count // size)))
+        blocks = list(range(1, 1 + -(-count // size) * len(self._info.kv_windows)))
         items = tuple(
             StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, blocks)
             for index in range(sequences)
@@ -288,6 +306,13 @@ def _is_sampled(item: StepItem) -> bool:
 
 def _is_pooled(item: StepItem) -> bool:
     return item.request.pooling is not None
+
+
+def _tables_by_group(items: Sequence[StepItem], *, groups: int) -> list[list[Sequence[int]]]:
+    """The items' block tables in each group of layers."""
+    if groups == 1:
+        return [[item.blocks for item in items]]
+    return [[item.blocks[group::groups] for item in items] for group in range(groups)]
 
 
 def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
@@ -346,8 +371,7 @@ def _reserved_bytes(lora: LoraStore | None) -> int:
     return lora.reserved_bytes
 
 
-def _affordable_blocks(config: DecoderConfig, block_tokens: int, dtype: torch.dtype, *, reserved: int) -> int:
-    block_bytes = kv_token_bytes(config, dtype) * block_tokens
+def _affordable_blocks(block_bytes: int, block_tokens: int, *, reserved: int) -> int:
     available = Machine().available_bytes() - reserved
     blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
     if blocks < 2:

@@ -36,6 +36,10 @@ from tidegate_kernels.reference import (
 from tidegate_kernels.weight import Dense, Weight, concat_rows, gather_rows, linear
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+MAX_KV_PADDING = 1.1
+"""How much larger the cache may be for groups of equal size."""
+MAX_KV_GROUPS = 16
+"""Each has tables of its own to be laid out in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,16 +340,62 @@ def _vector(parameter: Weight) -> Tensor:
     return parameter.values
 
 
-def new_kv_pool(config: DecoderConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose KV blocks come and go together, since they see equally far."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def all_in_one_group(config: DecoderConfig) -> tuple[KvGroup, ...]:
+    """The layers as one group, which sees as far as the one that sees the farthest."""
+    windows = [layer.window for layer in config.layers]
+    window = max((each for each in windows if each is not None), default=None) if None not in windows else None
+    return (KvGroup(window, tuple(range(len(windows)))),)
+
+
+def kv_groups(config: DecoderConfig) -> tuple[KvGroup, ...]:
+    """Groups of the same number of layers, so that a block of any of them takes the same memory.
+
+    As large as possible with little padding: where the layers of one window do not divide evenly, the last group has
+    places for layers that do not exist. A window that holds the whole context is none.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        window = None if layer.window is None or layer.window >= config.context_tokens else layer.window
+        by_window.setdefault(window, []).append(index)
+    for size in range(min(map(len, by_window.values())), 0, -1):
+        groups = tuple(
+            KvGroup(window, tuple(layers[first : first + size]))
+            for window, layers in by_window.items()
+            for first in range(0, len(layers), size)
+        )
+        if len(groups) > MAX_KV_GROUPS:
+            break
+        if _group_values(config, groups) * len(groups) <= config.kv_token_values * MAX_KV_PADDING:
+            return groups
+    return all_in_one_group(config)
+
+
+def new_kv_pool(
+    config: DecoderConfig,
+    *,
+    blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    groups: Sequence[KvGroup] | None = None,
+) -> tuple[Tensor, ...]:
     """The paged cache: `[layers, 2, blocks, kv heads, block tokens, head size]` for each number of kv heads there is.
 
-    Of a quantised one (FP8, INT8) the scales follow, one tensor for each of these without the head size. Zeros, since
-    memory that was never written may hold NaN, and zero times NaN is NaN; but pages that the kernel zeroes on first
-    use, so that memory is taken only by blocks that were used.
+    `blocks` is that of all groups together, `layers` that of one. Of a quantised cache (FP8, INT8) the scales follow,
+    one tensor for each of these without the head size. Zeros, since memory that was never written may hold NaN, and
+    zero times NaN is NaN; but pages that the kernel zeroes on first use, so that memory is taken only by blocks that
+    were used.
     """
     shapes = [
-        (len(layers), 2, blocks, kv_heads, block_tokens, config.head_size)
-        for kv_heads, layers in _layers_by_kv_heads(config).items()
+        (layers, 2, blocks, kv_heads, block_tokens, config.head_size)
+        for kv_heads, layers in _places(config, groups or all_in_one_group(config)).items()
     ]
     pool = [_zero_pages(shape, dtype) for shape in shapes]
     if dtype.itemsize == 1:
@@ -358,29 +408,44 @@ def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def kv_token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token in `new_kv_pool`, scales among them."""
-    values = config.kv_token_values
+def kv_token_bytes(config: DecoderConfig, dtype: torch.dtype, groups: Sequence[KvGroup] | None = None) -> int:
+    """Bytes of one token in all layers, scales and the groups' padding among them."""
+    groups = groups or all_in_one_group(config)
+    values = _group_values(config, groups) * len(groups)
     return values * dtype.itemsize + (values // config.head_size * 4 if dtype.itemsize == 1 else 0)
 
 
-def layer_caches(config: DecoderConfig, pool: Sequence[Tensor]) -> tuple[Cache, ...]:
-    """The layers' views of `new_kv_pool`."""
-    groups = list(_layers_by_kv_heads(config).values())
-    scaled = pool[len(groups) :] or (None,) * len(groups)
+def layer_caches(
+    config: DecoderConfig, pool: Sequence[Tensor], groups: Sequence[KvGroup] | None = None
+) -> tuple[Cache, ...]:
+    """The layers' views of `new_kv_pool`; layers of different groups share memory, and never a block."""
+    groups = groups or all_in_one_group(config)
+    sizes = list(_places(config, groups))
+    scaled: Sequence[Tensor | None] = pool[len(sizes) :] or (None,) * len(sizes)
     caches: dict[int, Cache] = {}
-    for part, scales, layers in zip(pool, scaled, groups, strict=False):
-        for place, index in enumerate(layers):
+    for number, group in enumerate(groups):
+        taken: Counter[int] = Counter()
+        for index in group.layers:
+            kv_heads = config.layers[index].kv_heads
+            part, scales = pool[sizes.index(kv_heads)], scaled[sizes.index(kv_heads)]
+            place = taken[kv_heads]
+            taken[kv_heads] += 1
             own, own_scales = part[place], (None, None) if scales is None else scales[place]
-            caches[index] = Cache(own[0], own[1], own_scales[0], own_scales[1])
+            caches[index] = Cache(own[0], own[1], own_scales[0], own_scales[1], number)
     return tuple(caches[index] for index in range(len(config.layers)))
 
 
-def _layers_by_kv_heads(config: DecoderConfig) -> dict[int, list[int]]:
-    layers: dict[int, list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        layers.setdefault(layer.kv_heads, []).append(index)
-    return layers
+def _places(config: DecoderConfig, groups: Sequence[KvGroup]) -> dict[int, int]:
+    """For each number of kv heads, how many layers of it a block has room for."""
+    places: Counter[int] = Counter()
+    for group in groups:
+        places |= Counter(config.layers[index].kv_heads for index in group.layers)
+    return dict(places)
+
+
+def _group_values(config: DecoderConfig, groups: Sequence[KvGroup]) -> int:
+    """Keys and values that a block has room for, for each of its tokens."""
+    return 2 * config.head_size * sum(kv_heads * layers for kv_heads, layers in _places(config, groups).items())
 
 
 LayerDeltas = Mapping[str, LowRank]
@@ -449,8 +514,9 @@ def hidden_states(
             turned = F.rms_norm(turned, (config.head_size,), eps=eps) * layer.qk_norm
         if layer.config.rope is not None:
             turned = rope(turned, *tables[layer.config.rope])
-        store_kv(turned[:, queries:], heads[:, queries + layer.config.kv_heads :], cache, batch.slots)
-        attention = paged_attention(turned[:, :queries], cache, batch, layer.rule)
+        own = batch.of(cache)
+        store_kv(turned[:, queries:], heads[:, queries + layer.config.kv_heads :], cache, own.slots)
+        attention = paged_attention(turned[:, :queries], cache, own, layer.rule)
         attended = linear(attention, layer.attention_output, layer.attention_output_bias)
         attended = _adapted(attended, attention, deltas, "attention_output")
         if layer.post_attention_norm is not None:

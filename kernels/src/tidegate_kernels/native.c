@@ -562,7 +562,7 @@ typedef struct {
     const float *attention_norm, *qk_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;
     void *keys, *values; /* [blocks, kv heads, block tokens, head size] */
     float *key_scales, *value_scales;
-    int64_t heads, kv_heads, inner, window, rope; /* window 0 = none; rope -1 = none */
+    int64_t heads, kv_heads, inner, window, rope, group; /* window 0 = none; rope -1 = none */
     float scale, soft_cap;                        /* 0 = none */
 } Layer;
 
@@ -580,8 +580,9 @@ typedef struct {
 /* `native.Step`: the rows to compute, where their keys lie, and room for what is between. */
 typedef struct {
     int64_t rows, table_width, logit_rows;
-    const int64_t *tokens, *positions, *slots, *owners, *wanted;
-    const int32_t *tables;
+    const int64_t *tokens, *positions, *owners, *wanted;
+    const int64_t *const *slots; /* of each group of layers, and so are the tables */
+    const int32_t *const *tables;
     const float *const *cosines, *const *sines; /* of each rope, [rows, rotated]; a sine's first half is negated */
     float *residual, *x, *heads, *attended, *inner, *logits;
 } Step;
@@ -690,7 +691,7 @@ static void attend(const Decoder *d, const Layer *layer, const Step *step, long 
     long end = step->positions[row] + 1;
     long begin = layer->window && end > layer->window ? end - layer->window : 0;
     long stride = (end - begin + LANES - 1) / LANES * LANES;
-    const int32_t *table = step->tables + step->owners[row] * step->table_width;
+    const int32_t *table = step->tables[layer->group] + step->owners[row] * step->table_width;
     long kv_head = first / (layer->heads / layer->kv_heads);
     const float *query = step->heads + (row * (layer->heads + 2 * layer->kv_heads) + first) * size;
     float *to = step->attended + (row * layer->heads + first) * size;
@@ -748,7 +749,7 @@ static void make_head(const Decoder *d, const Layer *layer, const Step *step, lo
                 turn(own, step->cosines[layer->rope] + row * d->rotated, step->sines[layer->rope] + row * d->rotated,
                      d->rotated);
         }
-        long slot = step->slots[row];
+        long slot = step->slots[layer->group][row];
         if (kept < 0 || slot < 0) continue;
         int is_value = kept >= layer->kv_heads;
         long kv_head = is_value ? kept - layer->kv_heads : kept;

@@ -5,7 +5,7 @@ size. Caches are `[blocks, K, block tokens, D]`. Owns no state and no policy; th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
 from tidegate_kernels.quantised import INT8_MAX
 from tidegate_kernels.weight import Weight, linear
 
+View = tuple[int, int]
+"""How far a token sees: the newest tokens, itself included, and the first ones, the sinks."""
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
 
@@ -93,6 +95,8 @@ class Cache:
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    group: int = 0
+    """Of the layers that share block tables: see `Ragged.of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +143,23 @@ class Ragged:
     block_tokens: int
     groups: dict[tuple[int, int | None], tuple[Group, ...]]
     """What the CPU path goes through, by key-value heads and window: filled when a layer first asks for its own."""
+    views: Sequence[View | None] | None = None
+    """For each sequence how far its tokens see, in layers that see all; None = the layers decide for all of them."""
+    others: "tuple[Ragged, ...]" = ()
+    """The same rows in the block tables of the other groups of layers, from group 1 on."""
+
+    def of(self, cache: Cache) -> "Ragged":
+        """The rows in the block tables of the cache's group."""
+        return self.others[cache.group - 1] if cache.group else self
 
 
 def ragged_batch(
-    query_lengths: Sequence[int], kv_lengths: Sequence[int], tables: Sequence[Sequence[int]], *, cache: Cache
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    cache: Cache,
+    views: Sequence[View | None] | None = None,
 ) -> Ragged:
     """Lay out a step: the last `query_lengths[i]` of the `kv_lengths[i]` tokens in the blocks `tables[i]` are new.
 
@@ -151,9 +168,7 @@ def ragged_batch(
     """
     block_tokens = cache.keys.shape[2]
     blocks = [-(-length // block_tokens) for length in kv_lengths]
-    widest = max(blocks)
-    # Padding with an own block: whatever stale values it holds, they are this sequence's.
-    table = torch.tensor([[*row[:used], *[row[0]] * (widest - used)] for row, used in zip(tables, blocks, strict=True)])
+    table = _padded(tables, blocks)
     queries, lengths = torch.tensor(query_lengths), torch.tensor(kv_lengths)
     starts = torch.cat((queries.new_zeros(1), queries.cumsum(0)))
     owner = torch.repeat_interleave(queries)
@@ -163,17 +178,39 @@ def ragged_batch(
         kv_lengths=lengths.int(),
         block_tables=table.int(),
         positions=positions,
-        slots=table[owner, positions // block_tokens] * block_tokens + positions % block_tokens,
+        slots=_slots(table, owner, positions, block_tokens),
         counts=(query_lengths, kv_lengths),
         block_tokens=block_tokens,
         groups={},
+        views=views,
     )
+
+
+def in_other_tables(batch: Ragged, tables: Sequence[Sequence[int]]) -> Ragged:
+    """The same step in the blocks of another group of layers."""
+    new, lengths = batch.counts
+    table = _padded(tables, [-(-length // batch.block_tokens) for length in lengths])
+    owner = torch.repeat_interleave(torch.tensor(new))
+    slots = _slots(table, owner, batch.positions, batch.block_tokens)
+    return replace(batch, block_tables=table.int(), slots=slots, groups={})
+
+
+def _padded(tables: Sequence[Sequence[int]], blocks: Sequence[int]) -> Tensor:
+    """The first `blocks[i]` of `tables[i]`, padded with an own block: what it holds of old, it is this sequence's."""
+    widest = max(blocks)
+    return torch.tensor([[*row[:used], *[row[0]] * (widest - used)] for row, used in zip(tables, blocks, strict=True)])
+
+
+def _slots(table: Tensor, owner: Tensor, positions: Tensor, block_tokens: int) -> Tensor:
+    return table[owner, positions // block_tokens] * block_tokens + positions % block_tokens
 
 
 def attention_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Group, ...]:
     """The calls that cover the batch for layers of so many heads and such a window; masks are of the type `dtype`."""
     found = batch.groups.get((kv_heads, window))
     if found is None:
+        if batch.views is not None and window is not None:
+            raise ValueError("a sequence has a view of its own only where the layers have no window")
         if window is not None and window >= max(batch.counts[1]):
             found = attention_groups(batch, kv_heads=kv_heads, window=None, dtype=dtype)
         else:
@@ -186,35 +223,36 @@ def _make_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: tor
     new, lengths = batch.counts
     size = batch.block_tokens
     blocks = [-(-length // size) for length in lengths]
-    # The first block that the first new token of a sequence sees.
-    hidden = [
-        0 if window is None else max(0, length - count + 1 - window) // size
-        for count, length in zip(new, lengths, strict=True)
+    views = batch.views or [None if window is None else (window, 0)] * len(blocks)
+    # Blocks of sinks, and the first one behind them that the first new token of a sequence sees.
+    spans = [
+        _seen_span(length - count, view, block_tokens=size)
+        for count, length, view in zip(new, lengths, views, strict=True)
     ]
-    visible = [used - before for used, before in zip(blocks, hidden, strict=True)]
+    visible = [used - start + sinks for used, (sinks, start) in zip(blocks, spans, strict=True)]
     starts = batch.query_starts.tolist()
     heads = torch.arange(kv_heads)[:, None]
     groups = []
     for first, end in _group_bounds(new, visible):
         columns = torch.arange(max(visible[first:end]))
-        table = batch.block_tables[first:end]
-        if window is None:
-            seen = table[:, : len(columns)]
-        else:
-            # Padding with the newest block: those before the window may be another sequence's by now.
-            last = torch.tensor(blocks[first:end])[:, None] - 1
-            seen = table.gather(1, torch.minimum(torch.tensor(hidden[first:end])[:, None] + columns, last))
-        offsets = torch.tensor(hidden[first:end]) * size
+        sinks, start = torch.tensor(spans[first:end]).T[:, :, None]
+        index = torch.where(columns < sinks, columns, columns - sinks + start)
+        # Padding with the newest block: those before the window may be another sequence's by now.
+        last = torch.tensor(blocks[first:end])[:, None] - 1
+        seen = batch.block_tables[first:end].gather(1, torch.minimum(index, last))
+        positions = (index[:, :, None] * size + torch.arange(size)).flatten(1)
         longest = max(
-            length - before * size for length, before in zip(lengths[first:end], hidden[first:end], strict=True)
+            length + (sinks - start) * size
+            for length, (sinks, start) in zip(lengths[first:end], spans[first:end], strict=True)
         )
         if new[first] == 1:
-            mask = _decode_mask(torch.tensor(lengths[first:end]), offsets, padded=len(columns) * size, window=window)
+            mask = _decode_mask(torch.tensor(lengths[first:end]), positions, views[first:end])
             mask = mask.to(dtype).repeat_interleave(kv_heads, dim=0)[:, None]
-        elif window is None and new[first] == lengths[first]:
+        elif views[first] is None and new[first] == lengths[first]:
             mask = None
         else:
-            mask = _chunk_mask(new[first], lengths[first], offset=hidden[first] * size, window=window).to(dtype)
+            own = torch.arange(lengths[first] - new[first], lengths[first])
+            mask = _chunk_mask(own, positions[0, :longest], views[first]).to(dtype)
         groups.append(
             Group(
                 first_row=starts[first],
@@ -226,6 +264,15 @@ def _make_groups(batch: Ragged, *, kv_heads: int, window: int | None, dtype: tor
             )
         )
     return tuple(groups)
+
+
+def _seen_span(before: int, view: View | None, *, block_tokens: int) -> tuple[int, int]:
+    """Blocks of sinks, and the first block behind them, that the token at position `before` sees; (0, 0) = all."""
+    if view is None:
+        return 0, 0
+    tokens, sinks = view
+    start, sink_blocks = max(0, before + 1 - tokens) // block_tokens, -(-sinks // block_tokens)
+    return (sink_blocks, start) if start > sink_blocks else (0, 0)
 
 
 def _group_bounds(query_lengths: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -245,22 +292,24 @@ def _group_bounds(query_lengths: Sequence[int], blocks: Sequence[int]) -> list[t
     return bounds
 
 
-def _decode_mask(lengths: Tensor, offsets: Tensor, *, padded: int, window: int | None) -> Tensor:
-    """Zero where a sequence's new token may look, −inf where not: `[sequences, padded keys]`."""
-    seen = torch.arange(padded) + offsets[:, None]
-    hidden = seen >= lengths[:, None]
-    if window is not None:
-        hidden |= seen < lengths[:, None] - window
+def _decode_mask(lengths: Tensor, positions: Tensor, views: Sequence[View | None]) -> Tensor:
+    """Zero where a sequence's new token may look, −inf where not, of keys at `positions` `[sequences, keys]`."""
+    own = lengths[:, None] - 1
+    hidden = positions > own
+    if any(view is not None for view in views):
+        all_of_it = (int(lengths.max()) + 1, 0)
+        tokens, sinks = torch.tensor([view or all_of_it for view in views]).T[:, :, None]
+        hidden |= (positions <= own - tokens) & (positions >= sinks)
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _chunk_mask(new: int, length: int, *, offset: int, window: int | None) -> Tensor:
-    """Zero where a chunk's rows may look, −inf where not: `[rows, keys from offset on]`."""
-    own = torch.arange(length - new, length)[:, None]
-    seen = torch.arange(offset, length)
-    hidden = seen > own
-    if window is not None:
-        hidden |= seen <= own - window
+def _chunk_mask(own: Tensor, positions: Tensor, view: View | None) -> Tensor:
+    """Zero where rows at positions `own` may look, −inf where not, of keys at `positions`: `[rows, keys]`."""
+    own = own[:, None]
+    hidden = positions > own
+    if view is not None:
+        tokens, sinks = view
+        hidden |= (positions <= own - tokens) & (positions >= sinks)
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
@@ -339,7 +388,8 @@ def _attend_chunk(query: Tensor, cache: Cache, group: Group, rule: AttentionRule
     else:
         mask = group.mask
         if mask is None:
-            mask = _chunk_mask(tokens, tokens, offset=0, window=None).to(query.dtype)
+            own = torch.arange(tokens)
+            mask = _chunk_mask(own, own, None).to(query.dtype)
         capped = []
         # A head at a time: the scores of all would be the largest thing in memory.
         for own, key, value in zip(shared, keys, values, strict=True):

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
@@ -15,6 +15,7 @@ from tidegate_engine.completions import Choice
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
+from tidegate_engine.text_meter import TextMeter
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 CORPUS = [
@@ -59,6 +60,7 @@ class Kind:
     bytes_of: Callable[[str], bytes]
     knows_every_text: bool
     chat_template: str | None = None
+    meter: TextMeter = field(default_factory=TextMeter)
 
     @property
     def vocab_size(self) -> int:

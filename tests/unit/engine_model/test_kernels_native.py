@@ -1,6 +1,7 @@
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tidegate_engine.blocks import NULL_BLOCK
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.ggml_types import stored_weight
 from tidegate_engine.native_decoder import MAX_ROWS, native_decoder
@@ -16,18 +18,20 @@ from tidegate_engine.request import Request, SamplingParams, Step, StepItem
 from tidegate_engine.rope import Rope
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
 from tidegate_engine.transformer import (
+    Decoder,
     DecoderConfig,
     Experts,
     LayerConfig,
     build_decoder,
     forward,
+    kv_groups,
     layer_caches,
     new_kv_pool,
     parameter_shapes,
 )
 from tidegate_kernels import native
 from tidegate_kernels.quantised import Groups, pack_codes, quantise_groups
-from tidegate_kernels.reference import ragged_batch
+from tidegate_kernels.reference import in_other_tables, ragged_batch
 from tidegate_kernels.weight import Dense, Stacked, Weight, linear
 
 REPOSITORY = Path(__file__).parents[3]
@@ -241,6 +245,14 @@ CONFIGS = {
 }
 
 
+def random_decoder(own: DecoderConfig, generator: torch.Generator) -> Decoder:
+    parameters: dict[str, Weight] = {
+        parameter: Dense(torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1))
+        for parameter, shape in parameter_shapes(own).items()
+    }
+    return build_decoder(own, parameters)
+
+
 @compiled
 @pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -248,11 +260,7 @@ def test_a_step_is_what_torch_computes(instructions: str, name: str, kv: torch.d
     """A prompt, a chunk of another beside decodes, and decodes, each by both from caches of their own."""
     own = CONFIGS[name]
     generator = torch.Generator().manual_seed(1)
-    parameters: dict[str, Weight] = {
-        parameter: Dense(torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1))
-        for parameter, shape in parameter_shapes(own).items()
-    }
-    decoder = build_decoder(own, parameters)
+    decoder = random_decoder(own, generator)
     pools = [new_kv_pool(own, blocks=16, block_tokens=8, dtype=kv) for _ in range(2)]
     by_torch, by_code = (layer_caches(own, pool) for pool in pools)
     found = native_decoder(decoder, by_code)
@@ -270,6 +278,46 @@ def test_a_step_is_what_torch_computes(instructions: str, name: str, kv: torch.d
     if kv == torch.float32:
         for ours, theirs in zip(*pools, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@compiled
+def test_layers_in_groups_have_tables_of_their_own_and_look_at_no_block_that_was_given_back(instructions: str) -> None:
+    own = CONFIGS["windows, caps, norms after"]
+    generator = torch.Generator().manual_seed(2)
+    decoder, groups = random_decoder(own, generator), kv_groups(own)
+    assert [group.window for group in groups] == [7, None, 1]
+    pools = [new_kv_pool(own, blocks=10, block_tokens=8, dtype=torch.float32, groups=groups) for _ in range(2)]
+    by_torch, by_code = (layer_caches(own, pool, groups) for pool in pools)
+    found = native_decoder(decoder, by_code)
+    assert found is not None
+    for pool in pools:
+        pool[0][:, :, NULL_BLOCK] = torch.nan
+    steps = (
+        (0, 19, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+        (19, 1, [[0, 2, 3], [4, 5, 6], [0, 0, 9]]),
+        (20, 4, [[0, 2, 3], [4, 5, 6], [0, 0, 9]]),
+        (24, 1, [[0, 0, 3, 1], [4, 5, 6, 2], [0, 0, 0, 7]]),
+    )
+    for start, count, (first, *others) in steps:
+        ids = torch.randint(0, own.vocab_size, (count,), generator=generator)
+        batch = ragged_batch([count], [start + count], [first], cache=by_torch[0])
+        batch = replace(batch, others=tuple(in_other_tables(batch, [table]) for table in others))
+        wanted = torch.arange(count)
+        assert found.takes(batch)
+        logits = found.forward(ids, batch, logits_rows=wanted)
+        expected = forward(decoder, ids, batch, caches=by_torch, logits_rows=wanted)
+        assert logits.isfinite().all()
+        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@compiled
+def test_what_a_request_sees_by_a_window_of_its_own_is_left_to_torch() -> None:
+    decoder = random_decoder(CONFIG, torch.Generator().manual_seed(3))
+    caches = layer_caches(CONFIG, new_kv_pool(CONFIG, blocks=4, block_tokens=8, dtype=torch.float32))
+    found = native_decoder(decoder, caches)
+    assert found is not None
+    for views, is_taken in ((None, True), ([(5, 2)], False)):
+        assert found.takes(ragged_batch([1], [20], [[1, 2, 3]], cache=caches[0], views=views)) is is_taken
 
 
 @compiled

@@ -42,11 +42,18 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
     return draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 15)), min_size=1, max_size=6))
 
 
-@settings(max_examples=40, deadline=None)
-@given(steps(), st.sampled_from([None, 1, 3, 4, 5, 11, 100]), st.sampled_from([None, 0.7]))
+VIEWS = st.none() | st.tuples(st.sampled_from([1, 3, 4, 5, 11, 100]), st.sampled_from([0, 1, 4, 6]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), VIEWS, st.sampled_from([None, 0.7]), st.none() | st.lists(VIEWS, min_size=6, max_size=6))
 def test_paged_attention_equals_attention_over_each_sequence_alone(
-    step: list[tuple[int, int]], window: int | None, cap: float | None
+    step: list[tuple[int, int]],
+    layer: tuple[int, int] | None,
+    cap: float | None,
+    views: list[tuple[int, int] | None] | None,
 ) -> None:
+    window = None if layer is None or views is not None else layer[0]
     generator = torch.Generator().manual_seed(len(step))
     cache = new_cache()
     blocks = torch.randperm(BLOCKS, generator=generator).tolist()
@@ -63,21 +70,30 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
         queries.append(torch.randn(new, HEADS, SIZE, generator=generator))
         new_keys.append(keys[before:])
         new_values.append(values[before:])
-    batch = ragged_batch([new for new, _ in step], [new + before for new, before in step], tables, cache=cache)
+    hidden_block = blocks.pop()  # where a table has what nobody sees any more
+    cache.keys[hidden_block] = cache.values[hidden_block] = torch.nan
+    seen_by = views or [None if window is None else (window, 0)] * len(step)
+    for table, (_, before), view in zip(tables, step, seen_by, strict=False):
+        if view is not None:
+            hidden = range(-(-view[1] // BLOCK), max(0, before - view[0] + 1) // BLOCK)
+            for index in hidden:
+                table[index] = hidden_block
+    batch = ragged_batch(
+        [new for new, _ in step],
+        [new + before for new, before in step],
+        tables,
+        cache=cache,
+        views=None if views is None else views[: len(step)],
+    )
     reference.store_kv(torch.cat(new_keys), torch.cat(new_values), cache, batch.slots)
     output = reference.paged_attention(torch.cat(queries), cache, batch, AttentionRule(0.3, window, cap))
-    seen = window or 10**6
-    expected = [
-        attend_row(
-            query[row],
-            keys[max(0, before + row + 1 - seen) : before + row + 1],
-            values[max(0, before + row + 1 - seen) : before + row + 1],
-            0.3,
-            cap,
-        )
-        for (new, before), query, (keys, values) in zip(step, queries, histories, strict=True)
-        for row in range(new)
-    ]
+    expected = []
+    for (new, before), query, (keys, values), view in zip(step, queries, histories, seen_by, strict=False):
+        tokens, sinks = view or (10**6, 0)
+        for row in range(new):
+            own = before + row
+            seen = [position for position in range(own + 1) if position > own - tokens or position < sinks]
+            expected.append(attend_row(query[row], keys[seen], values[seen], 0.3, cap))
     torch.testing.assert_close(output, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 

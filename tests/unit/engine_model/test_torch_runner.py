@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from tidegate_engine import torch_runner
 from tidegate_engine.blocks import BlockPool
+from tidegate_engine.engine import build_engine
 from tidegate_engine.host_pool import HostPool
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.precision import Precision
 from tidegate_engine.request import FinishReason, Request, SamplingParams, Step, StepItem
 from tidegate_engine.scheduler import Scheduler
-from tidegate_engine.settings import BatchSettings
+from tidegate_engine.settings import DEFAULT_PATTERNS, BatchSettings, Envelope, SettingsFile
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
 from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
 from tidegate_engine.weights import ModelError
@@ -347,3 +348,25 @@ def test_a_cache_takes_its_share_of_the_memory_that_is_left(
     monkeypatch.setattr(Machine, "available_bytes", lambda self: 10_000_000)
     blocks = TorchRunner(tiny_model, options=TorchOptions(block_tokens=BLOCK)).info.kv_blocks
     assert blocks == 5_000_000 // (runner.info.kv_token_bytes * BLOCK)
+
+
+def test_the_memory_of_steps_is_told_apart_from_that_of_weights_and_cache(tiny_model: Path) -> None:
+    options = TorchOptions(kv_blocks=2000, block_tokens=BLOCK, threads=1)
+    engine = build_engine(
+        TorchRunner(tiny_model, options=options),
+        SettingsFile(0, BatchSettings(16, 512, 512), Envelope(), DEFAULT_PATTERNS),
+        prefix_caching=True,
+    )
+    info, scheduler = engine.runner.info, engine.scheduler
+    assert isinstance(engine.runner, TorchRunner)
+    serve(engine.runner, PROMPTS, scheduler=scheduler)
+    memory = engine.report().snapshot.memory_bytes
+    assert memory["weights"] == info.weight_bytes
+    assert memory["kv"] == 2000 * BLOCK * info.kv_token_bytes
+    assert 0 <= memory["workspace"] < 64 << 20
+    before = memory["workspace"]
+    kept = bytearray(200 << 20)  # what a step would take: memory that is neither weights nor cache
+    grown = engine.report().snapshot.memory_bytes["workspace"] - before
+    assert 150 << 20 < grown < 250 << 20
+    del kept
+    assert engine.report().snapshot.memory_bytes["workspace"] - before > 0.9 * grown  # the most that it ever was
