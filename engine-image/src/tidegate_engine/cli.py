@@ -588,8 +588,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_runner_flags(here)
     _add_memory_flags(here)
     _add_settings_flags(here)
-    bench.set_defaults(pooler_config=None, enable_lora=False, chat_template=None)
-    bench.set_defaults(engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"])
+    bench.set_defaults(
+        engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"],
+        chat_template=None,
+        pooler_config=None,
+        enable_lora=False,
+    )
     serve = commands.add_parser(
         "serve",
         help="serve a model",

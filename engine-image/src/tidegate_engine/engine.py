@@ -283,8 +283,10 @@ class Engine:
         if runner.adapters is not None:
             memory["lora"] = runner.adapters.size_bytes
         if (grown := runner.grown_bytes()) is not None:
-            kept = pool.touched + (0 if pool.host is None else pool.host.used)
-            memory["workspace"] = max(0, grown - kept * info.group_block_bytes - memory.get("lora", 0))
+            kept = info.group_block_bytes * (pool.touched + (0 if pool.host is None else pool.host.used))
+            if runner.adapters is not None:
+                kept += runner.adapters.most_bytes
+            memory["workspace"] = max(0, grown - kept)
         if (resident := resident_bytes()) is not None:
             memory["host"] = resident
         snapshot = Snapshot(

@@ -116,6 +116,8 @@ class LoraStore:
         self._dtype = dtype
         self._adapters: Mapping[str, LoraAdapter] = {}
         """Replaced, never changed: other threads look at it."""
+        self.most_bytes = 0
+        """What they ever took together at most."""
 
     @property
     def max_loras(self) -> int:
@@ -137,6 +139,7 @@ class LoraStore:
     def add(self, adapter: LoraAdapter) -> AdapterInfo:
         self._check_room(adapter.info.name)
         self._adapters = {**self._adapters, adapter.info.name: adapter}
+        self.most_bytes = max(self.most_bytes, self.size_bytes)
         return adapter.info
 
     def remove(self, name: str) -> None:

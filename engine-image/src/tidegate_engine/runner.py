@@ -81,6 +81,11 @@ class Adapters(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def most_bytes(self) -> int:
+        """What they ever took together at most."""
+        ...
+
     def infos(self) -> Sequence[AdapterInfo]: ...
 
     def read(self, name: str, folder: Path) -> Callable[[], AdapterInfo]:

@@ -15,7 +15,8 @@ import torch
 from tidegate_engine import torch_runner
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
-from tidegate_engine.request import Request, SamplingParams, Window
+from tidegate_engine.pooling import Pooling
+from tidegate_engine.request import PoolingKind, Request, SamplingParams, Window
 from tidegate_engine.rope import Rope
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
@@ -32,6 +33,13 @@ from tidegate_engine.transformer import (
 SaveFamily = Callable[[str], tuple[Path, Any]]
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled code where it is there, and by torch alone."""
+    if request.param == "torch":
+        monkeypatch.setattr(torch_runner, "native_decoder", lambda *_: None)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -82,6 +90,7 @@ def assert_as_transformers(oracle: Any, ids: list[int], output: list[int], logpr
     torch.testing.assert_close(found, expected.gather(1, torch.tensor(output)[:, None])[:, 0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize(
     ("case", "windows"),
     [
@@ -104,6 +113,7 @@ def test_a_model_with_windows_says_what_transformers_says_while_it_gives_blocks_
         assert_as_transformers(oracle, ids, output, found)
 
 
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("window", [1, 2, 8, 9, 10, 12, 13])
 def test_the_edge_of_the_window_is_transformers_at_every_place_of_a_block(
     save_family: SaveFamily, tmp_path: Path, window: int
@@ -124,6 +134,7 @@ def test_the_edge_of_the_window_is_transformers_at_every_place_of_a_block(
     assert_as_transformers(oracle, PROMPTS[-1], output, logprobs)
 
 
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("case", ["mistral-window", "gemma2"])
 def test_a_prefix_of_a_model_with_windows_is_found_again_also_in_host_memory(
     save_family: SaveFamily, monkeypatch: pytest.MonkeyPatch, case: str
@@ -152,6 +163,36 @@ def test_a_prefix_of_a_model_with_windows_is_found_again_also_in_host_memory(
     assert last.num_cached == 60
     assert host.loaded_blocks > 0
     assert_as_transformers(oracle, [*document, 8], last.output_ids, logprobs)
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "gemma3"])
+def test_the_mean_of_a_models_states_is_transformers_while_it_gives_blocks_back(
+    save_family: SaveFamily, case: str
+) -> None:
+    folder, oracle = save_family(case)
+    options = TorchOptions(
+        kv_blocks=30, block_tokens=BLOCK, threads=1, pooling=Pooling(PoolingKind.MEAN, is_normalised=False)
+    )
+    runner = TorchRunner(folder, options=options)
+    scheduler = new_scheduler(runner, caching=True)
+    ids = prompt(4, 70)
+    with torch.inference_mode():
+        expected = oracle.model(torch.tensor([ids])).last_hidden_state[0].mean(dim=0)
+    for number in range(2):  # the second takes nothing of the first one's, whose states it needs
+        request = Request(f"m{number}", len(ids), 1, 0.0, prompt_ids=ids, pooling=PoolingKind.MEAN)
+        scheduler.add(request)
+        embedding = b""
+        while scheduler.has_work:
+            step = scheduler.plan(0.0)
+            for _, token, _, _ in scheduler.commit(step, runner.run(step), 0.0):
+                assert token is not None and token.embedding is not None
+                embedding = token.embedding
+            scheduler.check_integrity()
+            for part in runner._pool:
+                part[:, :, [NULL_BLOCK, *scheduler.blocks._free]] = torch.nan
+        assert request.num_cached == 0
+        found = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_window_with_sinks_says_what_transformers_says_with_such_a_mask(save_family: SaveFamily) -> None:
