@@ -243,7 +243,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {"model": "fast", "prompt": "x", "stop": [1]}, 400, "stop", "invalid_value"),
     ("completions", {"model": "fast", "prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
     ("completions", {"model": "fast", "prompt": "x", "min_tokens": 99}, 400, "min_tokens", "invalid_value"),
-    ("completions", {"model": "fast", "prompt": "x", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
+    ("completions", {"model": "fast", "prompt": "x", "max_tokens": 9999}, 400, "max_tokens", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": [-1] * 512}, 400, "prompt", "context_length_exceeded"),
     ("completions", {"model": "fast", "prompt": "x", "stop_token_ids": [-1]}, 400, "stop_token_ids", "invalid_value"),

@@ -750,12 +750,14 @@ class _Plan:
         if prompt_tokens == 0:
             raise ApiError(400, f"{self.param} is empty", param=self.param, code="invalid_value")
         if room < (1 if self.default else (self.max_tokens or 1)):
-            output = 1 if self.default else self.max_tokens
+            output = 1 if self.default else self.max_tokens or 1
+            asks_too_much = output >= limits.max_model_len
+            advice = "ask for fewer" if asks_too_much else f"shorten the {self.param}, or let context_policy do that"
             raise ApiError(
                 400,
                 f"this model's context holds {limits.max_model_len} tokens; {prompt_tokens} in the {self.param} "
-                f"and {output} of output are {prompt_tokens + (output or 0)}",
-                param=self.param,
+                f"and {output} of output are {prompt_tokens + output}: {advice}",
+                param="max_tokens" if asks_too_much else self.param,
                 code="context_length_exceeded",
             )
         if window is None and prompt_tokens > limits.kv_tokens:
