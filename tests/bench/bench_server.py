@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
@@ -81,12 +82,11 @@ class Stream(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         body = json.dumps(BODY).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        transport.write(head.encode() + body)
+        cast(asyncio.Transport, transport).write(head.encode() + body)
 
     def data_received(self, data: bytes) -> None:
         found = data.count(b"data: {")
