@@ -128,7 +128,12 @@ def bring_up(plan: Plan, report: Report = print) -> "Cluster":
 
 def attach(name: str) -> "Cluster":
     """A running cluster by name. Raises NotRunning."""
-    cluster = Cluster(_read_description(state_folder(name)), None)
+    try:
+        cluster = Cluster(_read_description(state_folder(name)), None)
+    except NotRunning as error:
+        running = ", ".join(names())
+        hint = f"running: {running} (say --name)" if running else "none is running (tidegate-local up starts one)"
+        raise NotRunning(f"{error}; {hint}.") from None
     if not cluster.running():
         raise NotRunning(f"The cluster {name} is not running; start it with: tidegate-local up --name {name}")
     return cluster
@@ -466,9 +471,7 @@ def _read_description(state: Path) -> Description:
     try:
         content = json.loads((state / "cluster.json").read_text())
     except FileNotFoundError:
-        running = ", ".join(names())
-        hint = f"running: {running} (say --name)" if running else "none is running (tidegate-local up starts one)"
-        raise NotRunning(f"There is no cluster called {state.name}; {hint}.") from None
+        raise NotRunning(f"There is no cluster called {state.name}") from None
     return Description(**{**content, "cgroups": tuple(content["cgroups"])})
 
 
