@@ -98,10 +98,12 @@ def build(names: Sequence[str], progress: activity.Progress) -> None:
         if pending and not builder.has_image(builder.base_image()):
             with progress.step("base image") as step:
                 builder.build_base(step)
+        if pending:
+            with progress.step("compiled kernels") as step:
+                # Here, and not in the images: their base has no compiler.
+                activity.run([sys.executable, REPOSITORY / COMPILE_KERNELS], step)
         for image in pending:
             with progress.step(f"image {image.short}") as step:
-                # Here, and not in the image: its base has no compiler.
-                activity.run([sys.executable, REPOSITORY / COMPILE_KERNELS], step)
                 _build_one(image, step)
 
 
