@@ -459,6 +459,8 @@ class Engine:
         time.sleep(IDLE_WAIT_SECONDS)
 
     def _publish(self, booked: Booked) -> None:
+        for event in booked.events:  # first tokens and ends among them: they go before what follows others
+            self._publish_event(event)
         live_requests, outbox = self._live, self._outbox
         intervals: dict[float, list[int]] = {}  # the cells of those who waited so long: most of a step waited alike
         continued = booked.continued
@@ -473,8 +475,6 @@ class Engine:
         self.metrics.counts.generation_tokens += len(continued.requests)
         for interval, cells in intervals.items():
             self._count_intervals(interval, cells)
-        for event in booked.events:
-            self._publish_event(event)
 
     def _publish_event(self, event: TokenEvent) -> None:
         request, token, reason, interval = event

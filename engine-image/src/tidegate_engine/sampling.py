@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -99,8 +99,8 @@ class Rules:
 class _Batch:
     """What follows from who has a row in a step, kept while the same have."""
 
-    requests: Sequence[Request]
-    """Of each row."""
+    requests: "Sequence[ref[Request]]"
+    """Of each row; not kept alive."""
     changed: Sequence[int]
     """Rows whose logits are not used as they are."""
     delayed: Sequence[int]
@@ -188,7 +188,7 @@ class Sampler:
         self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[Sequence[int]] | None
     ) -> list[SampledToken]:
         """The token of each row. `ahead`: the drafts before each, None = no row has any."""
-        if requests != self._batch.requests:  # by identity
+        if [request() for request in self._batch.requests] != requests:  # by identity
             self._batch, self._rules = self._batch_of(requests), {}
         batch = self._batch
 
@@ -221,7 +221,7 @@ class Sampler:
             drawn = [index for index in batch.drawn if index not in replaced] if replaced else batch.drawn
             for start in range(0, len(drawn), ROWS_AT_ONCE):
                 part = drawn[start : start + ROWS_AT_ONCE]
-                rules = self._rules_of(part, logits)
+                rules = self._rules_of(part, requests, logits)
                 chosen = choose(_rows_of(part, logits, adjusted, changed), rules, [points[index] for index in part])
                 for index, token_id in zip(part, chosen, strict=True):
                     ids[index] = token_id
@@ -247,7 +247,7 @@ class Sampler:
         changed = [index for index, each in enumerate(params) if not _is_plain(each)]
         drawn = [index for index, each in enumerate(params) if not is_greedy(each)]
         return _Batch(
-            requests=requests,
+            requests=[ref(request) for request in requests],
             changed=changed,
             delayed=[index for index, each in enumerate(params) if each.min_tokens and _is_plain(each)],
             drawn=drawn,
@@ -260,10 +260,10 @@ class Sampler:
         seed = request.params.seed
         return key_of(self._entropy + request.id.encode() if seed is None else b"seed %d" % seed)
 
-    def _rules_of(self, part: Sequence[int], logits: Tensor) -> Rules:
+    def _rules_of(self, part: Sequence[int], requests: Sequence[Request], logits: Tensor) -> Rules:
         found = self._rules.get(key := tuple(part))
         if found is None:
-            params = [self._batch.requests[index].params for index in part]
+            params = [requests[index].params for index in part]
             found = self._rules[key] = rules_of(params, vocab=logits.shape[1], device=logits.device)
         return found
 

@@ -55,6 +55,7 @@ class _Decoding:
     """`[groups, rows]`"""
     token_ids: Integers
     inputs: Inputs
+    """Without its requests, which are not kept alive."""
 
 
 class StepInputs:
@@ -68,8 +69,8 @@ class StepInputs:
         """A row for each table, padded with its first blocks; the groups side by side, as in the tables."""
         self._blocks = np.zeros(START_PLACES, np.int64)
         """How many of a row's blocks, of one group, are the table's."""
-        self._begins = np.zeros(START_PLACES, np.int64)
-        """The block that held the first new position."""
+        self._published = np.zeros(START_PLACES, np.int64)
+        """The request's `num_published`, without which no block is taken out of its table."""
         self._is_replaced = np.zeros(START_PLACES, bool)
         """Whether blocks of the table may be taken out again, and not only added to its end."""
         self._place_of: dict[int, int] = {}
@@ -79,7 +80,7 @@ class StepInputs:
         self._places: Integers = np.zeros(0, np.int64)
         self._views: Sequence[Window | None] | None = None
         self._decoding: _Decoding | None = None
-        """The step before, where it was one of decodes alone."""
+        """The step before, where it was one of decodes alone, none of whose tables loses blocks."""
 
     def lay_out(self, step: Step) -> Inputs:
         """The inputs of `step`, valid until the next call. Its requests have a block table each."""
@@ -109,7 +110,7 @@ class StepInputs:
         begun: Sequence[int] = ()
         if len(rows):
             known, blocks = before.order[rows], positions[rows] // size
-            self._write(known, blocks, blocks + 1)
+            self._write(known, blocks + 1, published=np.array(0))
             found = self._tables[self._places[known], : tables.shape[2] * self._groups]
             tables[:, rows] = found.reshape(len(rows), -1, self._groups).transpose(2, 0, 1)
             new = tables[:, rows, blocks]
@@ -129,7 +130,10 @@ class StepInputs:
         size, groups, decodes, chunks = self._block_tokens, self._groups, len(step.decodes), step.chunks
         counts = np.ones(len(starts), np.int64)
         counts[decodes:] = [item.count for item in chunks]
-        self._write(np.arange(len(starts)), starts // size, -(-(starts + counts) // size))
+        requests = [*step.decodes.requests, *(item.request for item in chunks)]
+        are_replaced = bool(self._is_replaced[self._places].any())
+        published = [request.num_published for request in requests] if are_replaced else 0
+        self._write(np.arange(len(starts)), -(-(starts + counts) // size), published=np.array(published))
 
         order = np.arange(len(starts))
         order[:decodes] = starts[:decodes].argsort(kind="stable")
@@ -159,7 +163,11 @@ class StepInputs:
             drafts=_drafts(chunks, first=decodes),
             begun_blocks=_begun(tables, ends=ends, counts=counts, block_tokens=size),
         )
-        self._decoding = None if chunks else _Decoding(starts, order, positions, lengths, tables, slots, ids, inputs)
+        self._decoding = (
+            None
+            if chunks or are_replaced
+            else _Decoding(starts, order, positions, lengths, tables, slots, ids, replace(inputs, sampled=()))
+        )
         return inputs
 
     def _batch(
@@ -209,14 +217,13 @@ class StepInputs:
         views = [request.window for request in requests]
         self._views = views if any(views) else None
 
-    def _write(self, known: Integers, begins: Integers, blocks: Integers) -> None:
-        """Write what changed in some of the known tables: the new tokens begin in the block `begins`, and end in the
-        last of `blocks`."""
+    def _write(self, known: Integers, blocks: Integers, *, published: Integers) -> None:
+        """Write what changed in some of the known tables, of which `blocks` are used, of each group."""
         groups = self._groups
         self._widen(columns=int(blocks.max()) * groups)
         places = self._places[known]
         stale = self._blocks[places] != blocks
-        stale |= self._is_replaced[places] & (self._begins[places] != begins)
+        stale |= self._is_replaced[places] & (self._published[places] != published)
         for index in stale.nonzero()[0].tolist():
             place, used = places[index], int(blocks[index])
             row, table = self._tables[place], self._known[known[index]]
@@ -225,7 +232,7 @@ class StepInputs:
                 filled = 0
                 row[:] = np.resize(np.array(table[:groups], np.int32), len(row))
             row[filled * groups : used * groups] = table[filled * groups : used * groups]
-        self._blocks[places], self._begins[places] = blocks, begins
+        self._blocks[places], self._published[places] = blocks, published
 
     def _widen(self, *, places: int = 0, columns: int = 0) -> None:
         """Have room for so many rows of so many columns. Wider rows are to be written again."""
@@ -233,7 +240,7 @@ class StepInputs:
         if places > old_places:
             more = max(places, 2 * old_places) - old_places
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            self._blocks, self._begins = np.pad(self._blocks, (0, more)), np.pad(self._begins, (0, more))
+            self._blocks, self._published = np.pad(self._blocks, (0, more)), np.pad(self._published, (0, more))
             self._is_replaced = np.pad(self._is_replaced, (0, more))
         if columns > old_columns:
             self._tables = np.zeros((len(self._tables), max(columns, 2 * old_columns)), np.int32)

@@ -91,7 +91,7 @@ ACTS = st.one_of(
 
 
 @pytest.mark.prove
-@settings(max_examples=3000 if PROVE else 40, deadline=None)
+@settings(max_examples=400 if PROVE else 40, deadline=None)
 @given(
     acts=st.lists(ACTS, min_size=3, max_size=25),
     windows=st.sampled_from([(None,), (None,), (None, 6), (5, 5, None)]),
