@@ -193,7 +193,7 @@ class Replica:
             self.wake_at = now + _sum_of_run(first, growth, steps)
             return
         step = scheduler.plan(now)
-        if not step.items:
+        if step.is_empty:
             self.wake_at = NEVER
             return
         self._step, self._step_began = step, now
@@ -202,27 +202,31 @@ class Replica:
     def _commit(self, now: float) -> None:
         step, self._step = self._step, None
         assert step is not None
-        counters, itl = self.counters, self.counters.itl
-        events = self.scheduler.commit(step, None, now)
+        counters = self.counters
+        booked = self.scheduler.commit(step, None, now)
         counters.steps += 1
-        counters.generation_tokens += len(events)
-        self._count_busy(now - self._step_began, steps=1, sequences=len(step.items), tokens=step.tokens)
-        usual, times = -1.0, 0  # most of a step waited alike
-        for request, _, reason, interval in events:
+        counters.generation_tokens += len(booked)
+        sequences = len(step.decodes) + len(step.chunks)
+        self._count_busy(now - self._step_began, steps=1, sequences=sequences, tokens=step.tokens)
+        self._count_waits(booked.continued.intervals_seconds)
+        for request, _, reason, interval in booked.events:
             if interval is None:
                 self._count_first_token(request, now)
                 self._sink.first_token(request)
-            elif interval == usual:
-                times += 1
             else:
-                if times:
-                    itl[bisect_left(ITL_BUCKETS_SECONDS, usual)] += times
-                usual, times = interval, 1
+                self._count_waits([interval])
             if reason is not None:
                 self._count_end(request)
                 self._sink.ended(request)
-        if times:
+
+    def _count_waits(self, seconds: list[float]) -> None:
+        """Of requests between two tokens. Most of a step waited alike."""
+        itl = self.counters.itl
+        while seconds:
+            usual = seconds[0]
+            times = seconds.count(usual)
             itl[bisect_left(ITL_BUCKETS_SECONDS, usual)] += times
+            seconds = [] if times == len(seconds) else [each for each in seconds if each != usual]
 
     def _count_first_token(self, request: Request, now: float) -> None:
         counters = self.counters
