@@ -19,6 +19,7 @@ from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import (
+    Decodes,
     FinishReason,
     Request,
     RequestState,
@@ -140,7 +141,7 @@ def make_scheduler(
 
 
 def drive(scheduler: Scheduler, runner: FakeRunner, *, steps: int = 1, now: float = 0.0) -> list[TokenEvent]:
-    events = []
+    events: list[TokenEvent] = []
     for _ in range(steps):
         step = scheduler.plan(now)
         events += scheduler.commit(step, runner.run(step), now)
@@ -207,7 +208,7 @@ def test_only_the_last_chunk_samples() -> None:
     scheduler.add(make_request("a", range(10), max_tokens=1))
     first = scheduler.plan(0.0)
     assert [item.samples for item in first.items] == [False]
-    assert scheduler.commit(first, {}, 0.0) == []
+    assert not scheduler.commit(first, {}, 0.0)
     second = scheduler.plan(0.0)
     assert [item.samples for item in second.items] == [True]
     assert [event.finish_reason for event in scheduler.commit(second, None, 0.0)] == [FinishReason.LENGTH]
@@ -285,7 +286,7 @@ def test_one_bad_request_ends_alone(answer: Mapping[str, SampledToken]) -> None:
     bad, good = make_request("a", range(9)), make_request("b", range(50, 59))
     for request in (bad, good):
         scheduler.add(request)
-    events = scheduler.commit(scheduler.plan(0.0), {"b": SampledToken(3), **answer}, 0.0)
+    events = list(scheduler.commit(scheduler.plan(0.0), {"b": SampledToken(3), **answer}, 0.0))
     assert [(event.request.id, event.finish_reason) for event in events] == [("a", FinishReason.ERROR), ("b", None)]
     assert (events[0].token or SampledToken(0)).error
     assert (bad.output_ids, good.output_ids) == ([], [3])
@@ -298,7 +299,7 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     scheduler.add(make_request("a", range(9)))
     other = make_request("b", range(50, 59))
     scheduler.add(other)
-    events = scheduler.fail(scheduler.plan(0.0), "out of memory", 1.0)
+    events = list(scheduler.fail(scheduler.plan(0.0), "out of memory", 1.0))
     assert [(event.request.id, event.finish_reason) for event in events] == [("a", FinishReason.ERROR)]
     assert events[0].token == SampledToken(-1, error="out of memory")
     assert scheduler.blocks.used == 0
@@ -378,7 +379,7 @@ def test_blocks_of_an_abort_in_flight_come_back_after_the_commit() -> None:
     scheduler.abort("a", reason=FinishReason.STOP)
     assert step.items[0].blocks  # the runner may still use the table
     assert scheduler.blocks.available == 1
-    assert scheduler.commit(step, {"a": SampledToken(1)}, 0.0) == []
+    assert not scheduler.commit(step, {"a": SampledToken(1)}, 0.0)
     assert scheduler.blocks.available == 4
     scheduler.check_integrity()
 
@@ -407,7 +408,7 @@ def test_an_id_used_again_while_its_step_is_in_flight_gets_no_foreign_token() ->
     scheduler.abort("a")
     again = make_request("a", range(30, 42))
     scheduler.add(again)
-    assert scheduler.commit(step, runner.run(step), 0.0) == []
+    assert not scheduler.commit(step, runner.run(step), 0.0)
     drain(scheduler, runner)
     assert again.output_ids == expected_output(again)[0]
 
@@ -1116,7 +1117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         assert self.step is not None
         live = [item for item in self.step.items if item.request.state is RequestState.RUNNING]
-        tokens = self.runner.run(replace(self.step, items=tuple(live)))
+        tokens = self.runner.run(replace(self.step, chunks=live, decodes=Decodes()))
         for event in self.scheduler.commit(self.step, tokens, 0.0):
             assert event.request.id not in self.ends
             if event.finish_reason is not None:

@@ -7,7 +7,7 @@ Owns what a call means: prompts to ids, limits, choices, stop strings, usage. Th
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -161,6 +161,31 @@ class _ThoughtReader:
     is_shown: bool
 
 
+class Wake:
+    """What the only one who reads a call's choices waits for; less than an `asyncio.Event` for each token."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until it is set, which it is not any more then."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False
+
+
 class Choice:
     """One answer in the making: takes the engine's outputs, gives deltas."""
 
@@ -170,7 +195,7 @@ class Choice:
     )  # fmt: skip
 
     def __init__(
-        self, index: int, request: Request, detokenizer: Detokenizer, *, tokenizer: Tokenizer, wake: asyncio.Event
+        self, index: int, request: Request, detokenizer: Detokenizer, *, tokenizer: Tokenizer, wake: Wake
     ) -> None:
         self._parser: ToolCallParser | None = None
         self._marks: Mapping[int, bytes] = {}
@@ -287,7 +312,7 @@ class Generation:
         wire: Wire,
         choices: Sequence[Choice],
         *,
-        wake: asyncio.Event,
+        wake: Wake,
         truncated_tokens: int,
         interval: int = 1,
     ) -> None:
@@ -295,64 +320,72 @@ class Generation:
         self._interval = interval
         self._engine = engine
         self._choices = choices
+        self._open = choices
         self._wake = wake
         self._truncated_tokens = truncated_tokens
         self._first_delta_at: float | None = None
+        self.is_over = False
+        """What `stream` yielded last has its end."""
 
     def start(self) -> None:
         for choice in self._choices:
             self._engine.submit(choice.request, choice)
 
     def abort(self) -> None:
-        """Free what the engine still holds for this call."""
+        """Free what the engine still holds for this call; its stream ends."""
         for choice in self._choices:
             if not choice.closed:
                 choice.closed = True
                 self._engine.abort(choice.request.id)
+        self._wake.set()
 
     async def answer(self) -> dict[str, object]:
         """The whole answer; raises ApiError."""
         gained: list[list[Delta]] = [[] for _ in self._choices]
-        async for deltas in self._deltas():
-            for delta in deltas:
-                gained[delta.index].append(delta)
+        try:
+            while deltas := await self._next():
+                for delta in deltas:
+                    gained[delta.index].append(delta)
+        finally:
+            self.abort()
         return self.wire.answer([_sum(deltas) for deltas in gained], self._ending())
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The stream, one write for all that a step brought; an error becomes a part of it."""
+        """The stream, a part for all that a step brought, the last one with the end; an error becomes a part of it."""
         wire = self.wire
         if head := wire.begin():
             yield head
         try:
-            async for deltas in self._deltas():
-                if part := wire.chunks(deltas):
+            while deltas := await self._next():
+                part = wire.chunks(deltas)
+                if self.is_over:
+                    part += wire.end(self._ending())
+                if part:
                     yield part
         except ApiError as error:
+            self.is_over = True
             yield wire.error(error)
-            return
-        if end := wire.end(self._ending()):
-            yield end
-
-    async def _deltas(self) -> AsyncIterator[list[Delta]]:
-        open_choices = list(self._choices)
-        try:
-            while open_choices:
-                await self._wake.wait()
-                self._wake.clear()
-                deltas = []
-                for choice in open_choices:
-                    if choice.is_due(self._interval) and (delta := choice.advance()) is not None:
-                        deltas.append(delta)
-                        if self._first_delta_at is None:
-                            self._first_delta_at = time.monotonic()
-                        if delta.finish_reason is not None and choice.request.finish_reason is None:
-                            # A stop string: the engine does not know that the answer has ended.
-                            self._engine.abort(choice.request.id, reason=FinishReason.STOP)
-                if deltas:
-                    open_choices = [choice for choice in open_choices if not choice.closed]
-                    yield deltas
         finally:
             self.abort()
+
+    async def _next(self) -> list[Delta]:
+        """What the choices gained; nothing when all have ended."""
+        while self._open:
+            await self._wake.wait()
+            deltas = []
+            for choice in self._open:
+                if choice.is_due(self._interval) and (delta := choice.advance()) is not None:
+                    deltas.append(delta)
+                    if self._first_delta_at is None:
+                        self._first_delta_at = time.monotonic()
+                    if delta.finish_reason is not None and choice.request.finish_reason is None:
+                        # A stop string: the engine does not know that the answer has ended.
+                        self._engine.abort(choice.request.id, reason=FinishReason.STOP)
+            self._open = [choice for choice in self._open if not choice.closed]
+            if deltas:
+                self.is_over = not self._open
+                return deltas
+        return []
 
     def _ending(self) -> Ending:
         # Choices of one prompt share its list; the first of them tells what the cache held before the call.
@@ -589,8 +622,8 @@ class Completions:
         message = f"the model {name!r:.160} does not exist; served here: {served}{adapters}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_ids(self, ids: Iterable[int], *, param: str) -> None:
-        if any(not 0 <= token_id < self.tokenizer.vocab_size for token_id in ids):
+    def check_ids(self, ids: Collection[int], *, param: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
             raise ApiError(
                 400,
                 f"{param} holds a token id outside of 0 to {self.tokenizer.vocab_size - 1}",
@@ -661,7 +694,7 @@ class Completions:
             self.check_ids(prompt, param=plan.param)
         # Asked again: an adapter may have gone while the prompt was made ready.
         adapter = self.adapter_of(call.model)
-        wake = asyncio.Event()
+        wake = Wake()
         stops = call.stops()
         choices = [
             Choice(
@@ -704,8 +737,11 @@ class Completions:
 
     def check_queue(self, count: int) -> None:
         """Raise ApiError when the queue has no place for `count` more requests."""
-        policy, status = self.limits.policy, self.engine.status()
+        policy = self.limits.policy
         limit, token_limit = policy.max_num_queued_reqs, policy.max_num_queued_tokens
+        if limit is None and token_limit is None:
+            return
+        status = self.engine.status()
         full: str | None = None
         if limit is not None and status.waiting + count > limit:
             full = f"{limit} requests may wait"

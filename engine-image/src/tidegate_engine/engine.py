@@ -30,7 +30,7 @@ from tidegate_engine.metrics import (
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.pooled_batcher import PooledBatcher, PooledLimits
 from tidegate_engine.process_memory import resident_bytes
-from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, TokenEvent
+from tidegate_engine.request import Booked, FinishReason, Request, RequestState, SampledToken, Step, TokenEvent
 from tidegate_engine.runner import AdapterInfo, Adapters, ModelInfo, Runner
 from tidegate_engine.scheduler import RequestRefused, Scheduler
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings, SettingsFile
@@ -427,7 +427,7 @@ class Engine:
     def _step(self) -> None:
         planned_at = self._clock()
         step = self.scheduler.plan(planned_at)
-        if not step.items:
+        if step.is_empty:
             self._wait_for_room()
             return
         self._fruitless_plans = 0
@@ -458,34 +458,48 @@ class Engine:
             return
         time.sleep(IDLE_WAIT_SECONDS)
 
-    def _publish(self, events: list[TokenEvent]) -> None:
-        counts = self.metrics.counts
+    def _publish(self, booked: Booked) -> None:
+        for event in booked.events:  # first tokens and ends among them: they go before what follows others
+            self._publish_event(event)
         live_requests, outbox = self._live, self._outbox
         intervals: dict[float, list[int]] = {}  # the cells of those who waited so long: most of a step waited alike
-        for request, token, reason, interval in events:
+        continued = booked.continued
+        columns = continued.requests, continued.tokens, continued.intervals_seconds
+        for request, token, interval in zip(*columns, strict=True):
             live = live_requests[request.id]
-            error = token.error if token is not None else None
-            if error is None and request.pooling is not None:
-                counts.prompt_tokens += request.prompt_tokens
-                counts.cached_prompt_tokens += request.num_cached
-                counts.pooled_requests += 1
-            elif error is None:
-                counts.generation_tokens += 1
-                if interval is None:
-                    self._count_first_token(request, live.cell)
-                elif interval in intervals:
-                    intervals[interval].append(live.cell)
-                else:
-                    intervals[interval] = [live.cell]
-            elif token is not None and token.is_corrupted:
-                counts.corrupted_requests += 1
-            if reason is None:
-                outbox.append((live.sink, _new(Output, (token, None, None, False))))
+            if interval in intervals:
+                intervals[interval].append(live.cell)
             else:
-                self._end(request, Output(None if error else token, reason, error))
+                intervals[interval] = [live.cell]
+            outbox.append((live.sink, _new(Output, (token, None, None, False))))
+        self.metrics.counts.generation_tokens += len(continued.requests)
         for interval, cells in intervals.items():
-            for cell, times in Counter(cells).items():
-                counts.itl[cell].observe(interval, times)
+            self._count_intervals(interval, cells)
+
+    def _publish_event(self, event: TokenEvent) -> None:
+        request, token, reason, interval = event
+        counts, live = self.metrics.counts, self._live[request.id]
+        error = token.error if token is not None else None
+        if error is None and request.pooling is not None:
+            counts.prompt_tokens += request.prompt_tokens
+            counts.cached_prompt_tokens += request.num_cached
+            counts.pooled_requests += 1
+        elif error is None:
+            counts.generation_tokens += 1
+            if interval is None:
+                self._count_first_token(request, live.cell)
+            else:
+                self._count_intervals(interval, [live.cell])
+        elif token is not None and token.is_corrupted:
+            counts.corrupted_requests += 1
+        if reason is None:
+            self._outbox.append((live.sink, Output(token)))
+        else:
+            self._end(request, Output(None if error else token, reason, error))
+
+    def _count_intervals(self, seconds: float, cells: Sequence[int]) -> None:
+        for cell, times in Counter(cells).items():
+            self.metrics.counts.itl[cell].observe(seconds, times)
 
     def _count_first_token(self, request: Request, cell: int) -> None:
         counts = self.metrics.counts

@@ -42,11 +42,15 @@ Or a plain token, as most are: number and token id. It never is a request's firs
 
 
 class Link:
-    """One end of the socket. `send` never waits; `receive` gives None when the other end is gone."""
+    """One end of the socket. `send` never waits; `receive` gives None when the other end is gone.
+
+    Frames that are sent in one turn of the event loop are written together.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._gathered: list[bytes] = []
 
     @classmethod
     async def open(cls, end: socket.socket) -> "Link":
@@ -55,7 +59,14 @@ class Link:
 
     def send(self, *frame: object) -> None:
         data = orjson.dumps(frame)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        if not self._gathered:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._gathered += (_LENGTH.pack(len(data)), data)
+
+    def _flush(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            self._writer.write(b"".join(gathered))
 
     async def receive(self) -> Frame | None:
         try:
@@ -67,6 +78,7 @@ class Link:
 
     async def close(self) -> None:
         """Send what is left, and hang up; an end that reads nothing any more is not waited for."""
+        self._flush()
         self._writer.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), CLOSE_SECONDS)

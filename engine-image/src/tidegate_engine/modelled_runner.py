@@ -67,7 +67,8 @@ class ModelledRunner:
         seconds = self._profile.step.seconds(shape_of_step(step))
         seconds += (len(step.stores) + len(step.loads)) * _copy_seconds(self._profile, self._info.block_tokens)
         begin = now if self._deadline is None else self._deadline
-        tokens = {item.request.id: _token(item.request) for item in step.items if item.samples}
+        tokens = {request.id: _token(request) for request in step.decodes.requests}
+        tokens.update((item.request.id, _token(item.request)) for item in step.chunks if item.samples)
         deadline = begin + seconds
         rest = deadline - self._clock()
         if rest > 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tidegate_engine.transformer import Decoder, Layer, Mlp
 from tidegate_kernels import native
 from tidegate_kernels.native import KINDS, Projection
-from tidegate_kernels.reference import Cache, Ragged, rope_tables
+from tidegate_kernels.reference import Cache, Ragged
 from tidegate_kernels.weight import Weight
 
 MAX_ROWS = 64
@@ -79,15 +79,12 @@ class NativeDecoder:
     def forward(self, token_ids: Tensor, batch: Ragged, *, logits_rows: Tensor) -> Tensor:
         """What `transformer.forward` does, for a batch that this takes."""
         config = self._decoder.config
-        tables = [
-            [table.contiguous() for table in rope_tables(batch.positions, frequencies, magnitude=magnitude)]
-            for frequencies, magnitude in self._decoder.ropes
-        ]
+        longest = max(batch.counts[1])
+        tables = [turns.at(batch.positions, end=longest) for turns in self._decoder.turns]
         owners = torch.repeat_interleave(batch.query_starts.diff().long(), output_size=len(token_ids))
         logits = torch.empty(len(logits_rows), config.vocab_size)
         groups = (batch, *batch.others)
         block_tables = [group.block_tables.contiguous() for group in groups]
-        longest = max(batch.counts[1])
         step = _Step(
             len(token_ids),
             block_tables[0].shape[1],

@@ -493,6 +493,11 @@ class Delta:
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
 
+    @property
+    def is_text_only(self) -> bool:
+        """It has a text, and nothing else."""
+        return bool(self.text) and not (self.entries or self.finish_reason or self.calls or self.reasoning)
+
 
 @dataclass(slots=True)
 class Envelope:
@@ -508,6 +513,8 @@ class Envelope:
     media_type: str = "text/event-stream"
     _calls_begun: dict[int, int] = field(default_factory=dict)
     """Choices whose stream has begun, with their number of tool calls so far."""
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """By choice: what stands before and behind the text in the event of a chunk that has nothing else."""
 
     def answer(self, choices: Sequence[Delta], ending: Ending) -> dict[str, object]:
         return {
@@ -524,13 +531,24 @@ class Envelope:
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         """The events of what a step brought."""
+        if len(deltas) == 1 and deltas[0].is_text_only and deltas[0].index in self._frames:  # as nearly all are
+            before, behind = self._frames[deltas[0].index]
+            return before + orjson.dumps(deltas[0].text) + behind
         parts = []
         for delta in deltas:
+            if delta.index not in self._frames:
+                self._frames[delta.index] = self._frame(delta.index)
             if self.is_chat and delta.index not in self._calls_begun:
                 self._calls_begun[delta.index] = 0
                 parts.append(self._role(delta.index))
             parts += self._call_chunks(delta) if delta.calls else [self._delta(delta)]
         return b"".join(event(self._chunk([part])) for part in parts)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        text = f"{self.id} {self.model}"  # that no other field has
+        before, quoted, behind = event(self._chunk([self._delta(Delta(index, text))])).partition(orjson.dumps(text))
+        assert quoted
+        return before, behind
 
     def end(self, ending: Ending) -> bytes:
         usage = event(self._chunk([], usage=ending.usage.as_dict())) if self.with_usage else b""

@@ -4,7 +4,7 @@ Pure: no torch, no I/O, no clock. A request carries counts and block hashes besi
 bring hashes ready-made and no ids. Only the scheduler mutates a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -142,10 +142,9 @@ class Request:
 
 
 class StepItem(NamedTuple):
-    """Positions [start, start + count) of a request, computed in this step.
+    """Positions [start, start + count) of a request, computed in a step.
 
     `samples` is true when the last position yields the next token (a decode, or the last chunk of a prefill).
-    A named tuple, since hundreds are made in each step.
     """
 
     request: Request
@@ -159,6 +158,22 @@ class StepItem(NamedTuple):
     """Guesses of the tokens that follow the known ones; the last positions of the item, and each yields a token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Requests that compute one position and get a token for it, with what a `StepItem` says of each.
+
+    In columns, since hundreds are in each step, and an object for each would take longer than all else that is done.
+    """
+
+    requests: Sequence[Request] = ()
+    starts: Sequence[int] = ()
+    tables: Sequence[Sequence[int]] = ()
+    """Their block tables."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
 class BlockCopy(NamedTuple):
     """A block of the KV cache and a slot of the host pool, between which one is copied."""
 
@@ -168,19 +183,35 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass computes. Empty `items` = nothing to do."""
+    """What one forward pass computes."""
 
     id: int
-    items: tuple[StepItem, ...]
+    chunks: Sequence[StepItem]
+    """All that are no plain decodes: chunks of prompts, and decodes with drafts."""
     settings_version: int
+    decodes: Decodes = Decodes()
     stores: Sequence[BlockCopy] = ()
     """Blocks to copy to the host pool before anything is written to them; no slot comes twice."""
     loads: Sequence[BlockCopy] = ()
     """Slots to copy back, after the stores and before the forward pass."""
 
     @property
+    def is_empty(self) -> bool:
+        """There is nothing to compute."""
+        return not (self.decodes or self.chunks)
+
+    @property
+    def items(self) -> list[StepItem]:
+        """An item for each request, decodes first: for whoever is not in a hurry."""
+        columns = self.decodes.requests, self.decodes.starts, self.decodes.tables
+        return [
+            *(StepItem(request, start, 1, True, table) for request, start, table in zip(*columns, strict=True)),
+            *self.chunks,
+        ]
+
+    @property
     def tokens(self) -> int:
-        return sum(item.count for item in self.items)
+        return len(self.decodes) + sum(item.count for item in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +250,31 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     interval_seconds: float | None = None
     """Since the request's token before; None for its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Requests that got a token, not their first, and go on. In columns, since most of a step's requests do."""
+
+    requests: list[Request] = field(default_factory=list)
+    tokens: list[SampledToken | None] = field(default_factory=list)
+    intervals_seconds: list[float] = field(default_factory=list)
+    """Since the token before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """What a commit tells of its requests: an event for each token and each end, but for those that just went on."""
+
+    continued: Continued = field(default_factory=Continued)
+    events: list[TokenEvent] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """An event for everything: for whoever is not in a hurry."""
+        columns = self.continued.requests, self.continued.tokens, self.continued.intervals_seconds
+        for request, token, interval_seconds in zip(*columns, strict=True):
+            yield TokenEvent(request, token, None, interval_seconds)
+        yield from self.events
+
+    def __len__(self) -> int:
+        return len(self.continued.requests) + len(self.events)

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tidegate_kernels.reference import rope_tables
+
 MAX_BASE, MAX_FACTOR = 1e12, 1e4
 METHODS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+START_POSITIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,36 @@ class Rope:
     """Of each frequency: longrope's within the trained context, and those of files that hold them ready."""
     long_divisors: tuple[float, ...] = ()
     """longrope's beyond the trained context."""
+
+
+class Turns:
+    """The cosines and sines of all positions up to the farthest that was asked for, computed once.
+
+    They take far less memory than the keys and values of as many tokens.
+    """
+
+    def __init__(self, frequencies: Tensor, *, magnitude: float, dtype: torch.dtype) -> None:
+        self._frequencies = frequencies
+        self._magnitude = magnitude
+        self._dtype = dtype
+        self._cos = self._sin = frequencies.new_empty((0, 1, 2 * len(frequencies)), dtype=dtype)
+        self._found = self._cos, self._sin
+
+    def at(self, positions: Tensor, *, end: int) -> tuple[Tensor, Tensor]:
+        """What `rope` takes, for int64 `positions` before `end`; valid until the next call."""
+        if end > len(self._cos):
+            count = max(START_POSITIONS, 1 << (end - 1).bit_length())
+            every = torch.arange(count, device=self._frequencies.device)
+            tables = rope_tables(every, self._frequencies, magnitude=self._magnitude)
+            self._cos, self._sin = (table.to(self._dtype) for table in tables)
+        rows = len(positions)
+        if rows > len(self._found[0]):
+            shape = rows, *self._cos.shape[1:]
+            self._found = self._cos.new_empty(shape), self._sin.new_empty(shape)
+        cos, sin = (found[:rows] for found in self._found)
+        return torch.index_select(self._cos, 0, positions, out=cos), torch.index_select(
+            self._sin, 0, positions, out=sin
+        )
 
 
 def rope_fault(rope: Rope, *, size: int) -> str | None:

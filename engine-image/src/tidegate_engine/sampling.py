@@ -8,16 +8,18 @@ is right exactly when it is the one that would have been chosen.
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tidegate_engine.request import Request, SampledToken, SamplingParams, StepItem, TokenLogprobs
+from tidegate_engine.request import Request, SampledToken, SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below count as zero: dividing by them overflows."""
@@ -27,6 +29,9 @@ SPAN = 128
 """Tokens that a draw skips at once; the sum of so few is exact enough in single precision."""
 ROWS_AT_ONCE = 64
 """Rows that random choices are made for at once: bounds the memory that they take."""
+MAX_KEPT_TOKENS = 16_384
+"""Tokens whose plain result is made once."""
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 NOT_FINITE = SampledToken(-1, error="the model's logits are not finite", is_corrupted=True)
 NONE_LEFT = SampledToken(-1, error="no token is left to choose from")
 OVERFLOW = SampledToken(-1, error="the request's penalties and biases make its logits infinite")
@@ -75,6 +80,41 @@ class _Said:
     output: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How tokens are drawn from rows of logits, none of them greedy; made by `rules_of`."""
+
+    temperatures: Tensor
+    """`[rows, 1]`, as are the others."""
+    min_p: Tensor | None
+    """None = no row has any."""
+    top_k: Tensor
+    """The size of the vocabulary = all."""
+    top_p: Tensor
+    cut: Sequence[int]
+    """Rows of which top-k or top-p leaves a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What follows from who has a row in a step, kept while the same have."""
+
+    requests: "Sequence[ref[Request]]"
+    """Of each row; not kept alive."""
+    changed: Sequence[int]
+    """Rows whose logits are not used as they are."""
+    delayed: Sequence[int]
+    """Of the others, those with a minimum length, which may not be reached."""
+    drawn: Sequence[int]
+    """Rows that are not greedy."""
+    keys: NDArray[np.uint64]
+    """Of their random numbers."""
+    held: frozenset[int]
+    """Rows that a grammar holds."""
+    logprobs: Mapping[int, int]
+    """By row: how many of the most likely ones are told."""
+
+
 class Sampler:
     """Chooses tokens for one model. `masks` None = no request has a grammar."""
 
@@ -84,109 +124,148 @@ class Sampler:
         self._entropy = entropy
         self._masks = masks
         self._said: WeakKeyDictionary[Request, _Said] = WeakKeyDictionary()
+        self._batch = self._batch_of(())
+        self._rules: dict[tuple[int, ...], Rules] = {}
+        """Of rows of `_batch`."""
+        self._kept: dict[int, SampledToken] = {}
 
-    def prepare(self, items: Sequence[StepItem]) -> None:
+    def prepare(self, requests: Iterable[Request]) -> None:
         """Begin what can be done while the step is computed."""
         if self._masks is not None:
-            self._masks.prepare(item.request for item in items)
+            self._masks.prepare(requests)
 
-    def sample(self, logits: Tensor, items: Sequence[StepItem]) -> list[SampledToken]:
-        """A token for each item, with those after it that its drafts got right.
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
+    ) -> list[SampledToken]:
+        """A token for each request, with those after it that its drafts got right.
 
-        `logits` has one row (`[rows, vocab]`) for each item and one more for each of its drafts. Whatever fails, fails
-        for its own item.
+        `logits` has one row (`[rows, vocab]`) for each request and one more for each of its drafts, which are given by
+        the request's place. Whatever fails, fails for its own request.
         """
         try:
-            return self._sample(logits, items)
+            return self._sample(logits, requests, drafts)
         except Exception:
             logger.exception("tokens cannot be chosen together; each request is tried alone")
             float(logits.max())  # a device that is lost fails here again, and with it the step
         results = []
         start = 0
-        for item in items:
-            end = start + len(item.drafts) + 1
-            results.append(self._sample_alone(logits[start:end], item))
+        for place, request in enumerate(requests):
+            own = drafts.get(place, ())
+            end = start + len(own) + 1
+            results.append(self._sample_alone(logits[start:end], request, own))
             start = end
         return results
 
-    def _sample_alone(self, logits: Tensor, item: StepItem) -> SampledToken:
+    def _sample_alone(self, logits: Tensor, request: Request, drafts: Sequence[int]) -> SampledToken:
         try:
-            return self._sample(logits, [item])[0]
+            return self._sample(logits, [request], {0: drafts} if drafts else NO_DRAFTS)[0]
         except Exception as error:
-            logger.exception("no token can be chosen for %s", item.request.id)
+            logger.exception("no token can be chosen for %s", request.id)
             return SampledToken(-1, error=f"choosing the token failed: {type(error).__name__}: {error}")
 
-    def _sample(self, logits: Tensor, items: Sequence[StepItem]) -> list[SampledToken]:
-        rows = [Row(item.request, item.drafts[:count]) for item in items for count in range(len(item.drafts) + 1)]
-        tokens = self._choose_all(logits.float(), rows)
-        if len(rows) == len(items):
-            return tokens
+    def _sample(
+        self, logits: Tensor, requests: Sequence[Request], drafts: Mapping[int, Sequence[int]]
+    ) -> list[SampledToken]:
+        if not drafts:
+            return self._choose_all(logits.float(), requests, None)
+        rows = [
+            Row(request, own[:count])
+            for place, request in enumerate(requests)
+            for own in (drafts.get(place, ()),)
+            for count in range(len(own) + 1)
+        ]
+        tokens = self._choose_all(logits.float(), [row.request for row in rows], [row.drafts for row in rows])
         results = []
         start = 0
-        for item in items:
-            end = start + len(item.drafts) + 1
-            results.append(_accept(tokens[start:end], item.drafts))
+        for place in range(len(requests)):
+            own = drafts.get(place, ())
+            end = start + len(own) + 1
+            results.append(_accept(tokens[start:end], own))
             start = end
         return results
 
-    def _choose_all(self, logits: Tensor, rows: Sequence[Row]) -> list[SampledToken]:
+    def _choose_all(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[Sequence[int]] | None
+    ) -> list[SampledToken]:
+        """The token of each row. `ahead`: the drafts before each, None = no row has any."""
+        if [request() for request in self._batch.requests] != requests:  # by identity
+            self._batch, self._rules = self._batch_of(requests), {}
+        batch = self._batch
+
+        def output_tokens(index: int) -> int:
+            return requests[index].output_tokens + (0 if ahead is None else len(ahead[index]))
+
         highest, greedy = logits.max(dim=-1)
-        finite = highest.isfinite().tolist()
         ids: list[int] = greedy.tolist()
-        replaced: dict[int, SampledToken] = {
-            index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite
-        }
-        adjusted = [index for index, row in enumerate(rows) if not self._is_plain(row)]
+        replaced: dict[int, SampledToken] = {}
+        if not math.isfinite(float(highest.sum())):
+            finite = highest.isfinite().tolist()
+            replaced = {index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite}
+        delayed = [index for index in batch.delayed if output_tokens(index) < requests[index].params.min_tokens]
+        adjusted = sorted([*batch.changed, *delayed])
         changed: Tensor | None = None
         if adjusted:
             changed = logits[adjusted]
-            instead = self._adjust(changed, [rows[index] for index in adjusted], step_rows=len(rows))
+            rows = [Row(requests[index], () if ahead is None else ahead[index]) for index in adjusted]
+            instead = self._adjust(changed, rows, step_rows=len(requests))
             values, best = changed.max(dim=-1)
             for index, token_id, value, other in zip(adjusted, best.tolist(), values.tolist(), instead, strict=True):
                 ids[index] = token_id
-                if not finite[index]:
+                if index in replaced:
                     continue
                 if other is not None or not math.isfinite(value):
                     replaced[index] = other or (NONE_LEFT if value == -math.inf else OVERFLOW)
-        random = [
-            index for index, row in enumerate(rows) if index not in replaced and not is_greedy(row.request.params)
-        ]
-        for start in range(0, len(random), ROWS_AT_ONCE):
-            part = random[start : start + ROWS_AT_ONCE]
-            params = [rows[index].request.params for index in part]
-            randoms = [self._random(rows[index]) for index in part]
-            for index, token_id in zip(
-                part, choose(_rows_of(part, logits, adjusted, changed), params, randoms), strict=True
-            ):
-                ids[index] = token_id
-        logprobs = _logprobs(logits, rows, ids)
-        eos_ids = self._eos_ids
-        tokens = []
-        for index, (row, token_id) in enumerate(zip(rows, ids, strict=True)):
-            if replaced and index in replaced:
-                tokens.append(replaced[index])
-                continue
-            is_final = token_id in self._grammar_ends and row.request.params.grammar is not None
-            is_eos = is_final or token_id in eos_ids
-            tokens.append(SampledToken(token_id, is_eos, logprobs.get(index) if logprobs else None, is_final=is_final))
+        if batch.drawn:
+            positions = np.array([output_tokens(index) for index in batch.drawn])
+            points = dict(zip(batch.drawn, uniforms(batch.keys, positions).tolist(), strict=True))
+            drawn = [index for index in batch.drawn if index not in replaced] if replaced else batch.drawn
+            for start in range(0, len(drawn), ROWS_AT_ONCE):
+                part = drawn[start : start + ROWS_AT_ONCE]
+                rules = self._rules_of(part, requests, logits)
+                chosen = choose(_rows_of(part, logits, adjusted, changed), rules, [points[index] for index in part])
+                for index, token_id in zip(part, chosen, strict=True):
+                    ids[index] = token_id
+        logprobs = _logprobs(logits, batch.logprobs, ids) if batch.logprobs else {}
+        tokens = [self._kept.get(token_id) or self._keep(token_id) for token_id in ids]
+        for index, told in logprobs.items():
+            tokens[index] = tokens[index]._replace(logprobs=told)
+        for index in batch.held:
+            if ids[index] in self._grammar_ends:
+                tokens[index] = tokens[index]._replace(is_eos=True, is_final=True)
+        for index, other in replaced.items():
+            tokens[index] = other
         return tokens
 
-    def _random(self, row: Row) -> float:
-        seed = row.request.params.seed
-        source = self._entropy + row.request.id.encode() if seed is None else b"seed %d" % seed
-        return uniform(source, row.output_tokens)
+    def _keep(self, token_id: int) -> SampledToken:
+        if len(self._kept) >= MAX_KEPT_TOKENS:
+            self._kept.clear()
+        token = self._kept[token_id] = SampledToken(token_id, token_id in self._eos_ids)
+        return token
 
-    def _is_plain(self, row: Row) -> bool:
-        """The logits are used as they are."""
-        params = row.request.params
-        return (
-            params.presence_penalty == 0
-            and params.frequency_penalty == 0
-            and params.repetition_penalty == 1
-            and not params.logit_bias
-            and params.grammar is None
-            and row.output_tokens >= params.min_tokens
+    def _batch_of(self, requests: Sequence[Request]) -> _Batch:
+        params = [request.params for request in requests]
+        changed = [index for index, each in enumerate(params) if not _is_plain(each)]
+        drawn = [index for index, each in enumerate(params) if not is_greedy(each)]
+        return _Batch(
+            requests=[ref(request) for request in requests],
+            changed=changed,
+            delayed=[index for index, each in enumerate(params) if each.min_tokens and _is_plain(each)],
+            drawn=drawn,
+            keys=np.array([self._key_of(requests[index]) for index in drawn], np.uint64),
+            held=frozenset(index for index, each in enumerate(params) if each.grammar is not None),
+            logprobs={index: each.logprobs for index, each in enumerate(params) if each.logprobs is not None},
         )
+
+    def _key_of(self, request: Request) -> int:
+        seed = request.params.seed
+        return key_of(self._entropy + request.id.encode() if seed is None else b"seed %d" % seed)
+
+    def _rules_of(self, part: Sequence[int], requests: Sequence[Request], logits: Tensor) -> Rules:
+        found = self._rules.get(key := tuple(part))
+        if found is None:
+            params = [requests[index].params for index in part]
+            found = self._rules[key] = rules_of(params, vocab=logits.shape[1], device=logits.device)
+        return found
 
     def _adjust(self, logits: Tensor, rows: Sequence[Row], *, step_rows: int) -> list[SampledToken | None]:
         """Apply to each row, in place, what its request asks for; returns what to answer instead of a token of its.
@@ -258,7 +337,7 @@ class Sampler:
         return said
 
 
-def _rows_of(part: list[int], logits: Tensor, adjusted: Sequence[int], changed: Tensor | None) -> Tensor:
+def _rows_of(part: Sequence[int], logits: Tensor, adjusted: Sequence[int], changed: Tensor | None) -> Tensor:
     """A copy of the rows `part`, each as it was adjusted."""
     rows = logits[part]
     if changed is not None:
@@ -268,10 +347,18 @@ def _rows_of(part: list[int], logits: Tensor, adjusted: Sequence[int], changed: 
     return rows
 
 
-def uniform(seed: bytes, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments only."""
-    digest = hashlib.blake2b(seed + position.to_bytes(8, "big"), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
+def key_of(seed: bytes) -> int:
+    """Of the sequence of random numbers that a seed stands for."""
+    return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big")
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """For each key its number at a position, in [0, 1): that of SplitMix64, which was begun with the key."""
+    mixed = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / float(1 << 53)
+    return found
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -279,29 +366,51 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW or params.top_k == 1
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], randoms: Sequence[float]) -> list[int]:
-    """The token of each row that its number in [0, 1) falls on among those that its parameters leave.
+def _is_plain(params: SamplingParams) -> bool:
+    """The logits are used as they are, once the minimum length is reached."""
+    return (
+        params.presence_penalty == 0
+        and params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+        and not params.logit_bias
+        and params.grammar is None
+    )
 
-    `logits` fp32 `[rows, vocab]`, changed in place; no row is greedy. Rows do not influence each other.
+
+def rules_of(params: Sequence[SamplingParams], *, vocab: int, device: torch.device) -> Rules:
+    """What `choose` needs to know of rows with such parameters."""
+    top_k = [row.top_k if 0 < row.top_k < vocab else vocab for row in params]
+    return Rules(
+        temperatures=torch.tensor([[row.temperature] for row in params], device=device),
+        min_p=torch.tensor([[row.min_p] for row in params], device=device)
+        if any(row.min_p for row in params)
+        else None,
+        top_k=torch.tensor([[most] for most in top_k], device=device),
+        top_p=torch.tensor([[row.top_p] for row in params], dtype=torch.float64, device=device),
+        cut=[index for index, row in enumerate(params) if top_k[index] < vocab or row.top_p < 1],
+    )
+
+
+def choose(logits: Tensor, rules: Rules, randoms: Sequence[float]) -> list[int]:
+    """The token of each row that its number in [0, 1) falls on among those that its rules leave.
+
+    `logits` fp32 `[rows, vocab]`, changed in place. Rows do not influence each other.
     """
-    device = logits.device
-    temperatures = torch.tensor([[row.temperature] for row in params], device=device)
-    weights = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures).exp_()  # the largest is 1
-    if any(row.min_p > 0 for row in params):
-        weights.masked_fill_(weights < torch.tensor([[row.min_p] for row in params], device=device), 0)
-    points = torch.tensor(randoms, dtype=torch.float64, device=device)
-    vocab = weights.shape[1]
-    cut = [index for index, row in enumerate(params) if 0 < row.top_k < vocab or row.top_p < 1]
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).div_(rules.temperatures).exp_()  # the largest is 1
+    if rules.min_p is not None:
+        weights.masked_fill_(weights < rules.min_p, 0)
+    points = torch.tensor(randoms, dtype=torch.float64, device=logits.device)
+    vocab, cut = weights.shape[1], rules.cut
     if not cut:
         chosen: list[int] = _draw(weights, points).tolist()
         return chosen
-    ids = [0] * len(params)
-    free = sorted(set(range(len(params))).difference(cut))
+    ids = [0] * len(randoms)
+    free = sorted(set(range(len(randoms))).difference(cut))
     if free:
         for index, token_id in zip(free, _draw(weights[free], points[free]).tolist(), strict=True):
             ids[index] = token_id
     for size in (*(size for size in CANDIDATES if size < vocab), vocab):
-        found = _draw_among(weights[cut], points[cut], [params[index] for index in cut], size=size)
+        found = _draw_among(weights[cut], points[cut], rules.top_k[cut], rules.top_p[cut], size=size)
         for index, token_id in zip(cut, found, strict=True):
             if token_id is not None:
                 ids[index] = token_id
@@ -311,11 +420,9 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], randoms: Sequence[f
     return ids
 
 
-def _draw_among(weights: Tensor, points: Tensor, params: Sequence[SamplingParams], *, size: int) -> list[int | None]:
+def _draw_among(weights: Tensor, points: Tensor, top_k: Tensor, top_p: Tensor, *, size: int) -> list[int | None]:
     """Draw by top-k and top-p among the `size` most likely; None where more of them have to be known."""
     device, vocab = weights.device, weights.shape[1]
-    top_k = torch.tensor([[row.top_k if 0 < row.top_k < vocab else vocab] for row in params], device=device)
-    top_p = torch.tensor([[row.top_p] for row in params], dtype=torch.float64, device=device)
     values, token_ids = weights.topk(size)
     kept = values.double()
     kept[torch.arange(size, device=device) >= top_k] = 0
@@ -372,22 +479,19 @@ def _count(ids: Sequence[int], counts: dict[int, int]) -> None:
         counts[token_id] = counts.get(token_id, 0) + 1
 
 
-def _logprobs(logits: Tensor, rows: Sequence[Row], ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """By row: log probabilities as the model gave them, before penalties and temperature."""
-    counts = {
-        index: row.request.params.logprobs for index, row in enumerate(rows) if row.request.params.logprobs is not None
-    }
+def _logprobs(logits: Tensor, counts: Mapping[int, int], ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+    """By row of `counts`: log probabilities as the model gave them, before penalties and temperature."""
     result: dict[int, TokenLogprobs] = {}
     wanted = list(counts)
     for start in range(0, len(wanted), ROWS_AT_ONCE):
         part = wanted[start : start + ROWS_AT_ONCE]
         values = torch.log_softmax(logits[part], dim=-1)
-        most = min(max(counts[index] or 0 for index in part), values.shape[1])
+        most = min(max(counts[index] for index in part), values.shape[1])
         top = values.topk(most)
         own = values.gather(1, torch.tensor([[ids[index]] for index in part], device=values.device))[:, 0].tolist()
         for index, logprob, top_ids, top_values in zip(
             part, own, top.indices.tolist(), top.values.tolist(), strict=True
         ):
-            count = counts[index] or 0
+            count = counts[index]
             result[index] = TokenLogprobs(logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
     return result

@@ -4,14 +4,26 @@ Pure: plan → run → commit is driven by the engine's loop or by a simulator, 
 to their end and the block pool's books; it knows no tokens' meaning, no text, no clock.
 """
 
-from bisect import insort
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
 from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
 from tidegate_engine.output_lengths import OutputLengths
-from tidegate_engine.request import FinishReason, Request, RequestState, SampledToken, Step, StepItem, TokenEvent
+from tidegate_engine.request import (
+    Booked,
+    Continued,
+    Decodes,
+    FinishReason,
+    Request,
+    RequestState,
+    SampledToken,
+    Step,
+    StepItem,
+    TokenEvent,
+)
 from tidegate_engine.settings import OSL_EDGES, AdmissionPolicy, BatchSettings
 
 AGEING_SECONDS = 30.0
@@ -223,7 +235,9 @@ class Scheduler:
             raise RuntimeError(f"step {self._in_flight.id} is not committed yet")
         if self._must_yield():
             self._preempt(self._running.pop(), "policy")
-        items: list[StepItem] = []
+        requests: list[Request] = []
+        starts: list[int] = []
+        tables: list[Sequence[int]] = []
         prefills: list[Request] = []
         preempted_before = self.preemptions["kv"]
         block_tokens = self.blocks.block_tokens
@@ -231,61 +245,63 @@ class Scheduler:
             start = request.num_computed
             if not start % block_tokens and not self._grow(request):
                 break
-            if request.prompt_tokens + request.output_tokens - start > 1:
+            if request.prompt_tokens + request.output_tokens - start > 1 or request.pooling is not None:
                 prefills.append(request)
                 continue
             request.num_computed = start + 1
-            items.append(_new(StepItem, (request, start, 1, True, request.blocks, ())))
-        budget = self._settings.max_num_batched_tokens - len(items)
+            requests.append(request)
+            starts.append(start)
+            tables.append(request.blocks)
+        decodes, chunks = Decodes(requests, starts, tables), list[StepItem]()
+        budget = self._settings.max_num_batched_tokens - len(requests)
         for request in prefills:
             if budget <= 0:
                 break
-            budget -= self._prefill(request, budget, items)
+            budget -= self._prefill(request, budget, chunks)
         if self._waiting and self.preemptions["kv"] == preempted_before:
-            self._admit(budget, items, now)
+            budget = self._admit(budget, chunks, now)
         if self._speculation is not None:
-            self._add_drafts(items, self._speculation)
+            decodes = self._add_drafts(decodes, chunks, self._speculation, budget=budget)
         self._step_id += 1
-        step = Step(self._step_id, tuple(items), self._settings_version)
-        if items:
+        step = Step(self._step_id, chunks, self._settings_version, decodes)
+        if not step.is_empty:
             if self.blocks.host is not None:
                 stores, loads = self.blocks.host.take_copies()
                 step = replace(step, stores=stores, loads=loads)
             self._in_flight = step
         return step
 
-    def commit(self, step: Step, tokens: Mapping[str, SampledToken] | None, now: float) -> list[TokenEvent]:
-        """Book what `step` computed; returns an event for each request that got a token or ended.
+    def commit(self, step: Step, tokens: Mapping[str, SampledToken] | None, now: float) -> Booked:
+        """Book what `step` computed.
 
         `tokens` has one for every item that samples; with None only counts matter: each of them yields one token, and
         length decides the end. A missing token ends its request with `error`, as a token with an error does. Where one
         is deferred, the next step computes the request's last position again.
         """
-        if not step.items:
-            return []
+        booked = Booked()
+        if step.is_empty:
+            return booked
         self._land(step)
-        events: list[TokenEvent] = []
-        pool = self.blocks
-        block_tokens = pool.block_tokens
+        rest = self._continue_plain(step.decodes.requests, tokens, now, booked.continued)
+        rest += [(item.request, item.samples, item.drafts) for item in step.chunks]
+        events, pool = booked.events, self.blocks
         running_state = RequestState.RUNNING
         finished = False
-        for request, _, _, samples, _, drafts in step.items:
+        for request, samples, drafts in rest:
             if request.state is not running_state:
                 continue
             token = None
-            may_end = False
             if samples and tokens is not None:
                 token = tokens.get(request.id) or _NO_TOKEN
-                token_id, may_end, _, error, _, is_final, is_deferred, _, _ = token
-                if error is not None:
+                if token.error is not None:
                     self._finish(request, FinishReason.ERROR, now)
                     events.append(TokenEvent(request, token, FinishReason.ERROR))
                     finished = True
                     continue
-                if is_deferred:
+                if token.is_deferred:
                     request.num_computed -= 1
                     continue
-            if request.num_computed // block_tokens > request.num_published:
+            if request.num_computed // pool.block_tokens > request.num_published:
                 pool.publish(request)
                 pool.release_unseen(request)
             if not samples:
@@ -295,21 +311,14 @@ class Scheduler:
                 events.append(TokenEvent(request, token, FinishReason.STOP))
                 finished = True
                 continue
-            request.output_tokens = output_tokens = request.output_tokens + 1
-            reason = None
+            request.output_tokens += 1
             if token is not None:
-                request.output_ids.append(token_id)
-                if may_end or is_final or request.params.stop_token_ids:
-                    reason = _end_of(request, token)
-            if output_tokens >= request.max_tokens and reason is None:
-                reason = _end_of(request, token)
-            before = request.last_token_at
-            request.last_token_at = now
+                request.output_ids.append(token.token_id)
+            reason = _end_of(request, token)
+            before, request.last_token_at = request.last_token_at, now
             if before is None:
                 request.first_token_at = now
-                events.append(TokenEvent(request, token, reason, None))
-            else:
-                events.append(_new(TokenEvent, (request, token, reason, now - before)))
+            events.append(TokenEvent(request, token, reason, None if before is None else now - before))
             if drafts and token is not None and reason is None:
                 reason = self._commit_drafts(request, token, drafts, events)
             if reason is not None:
@@ -319,12 +328,51 @@ class Scheduler:
         if finished:
             self._running = [request for request in self._running if request.state is running_state]
         self._decay_reserve(1)
-        return events
+        return booked
 
-    def fail(self, step: Step, message: str, now: float) -> list[TokenEvent]:
+    def _continue_plain(
+        self,
+        requests: Sequence[Request],
+        tokens: Mapping[str, SampledToken] | None,
+        now: float,
+        continued: Continued,
+    ) -> list[tuple[Request, bool, Sequence[int]]]:
+        """Book the decodes that got a token after which they go on, as nearly all do; returns the others.
+
+        Each line runs hundreds of times in a step.
+        """
+        rest: list[tuple[Request, bool, Sequence[int]]] = []
+        pool, running_state = self.blocks, RequestState.RUNNING
+        block_tokens = pool.block_tokens
+        told, given, waited = continued.requests.append, continued.tokens.append, continued.intervals_seconds.append
+        token: SampledToken | None = None
+        token_id = -1
+        ends: object = False
+        for request in requests:
+            before, output_tokens = request.last_token_at, request.output_tokens + 1
+            if tokens is not None:
+                token = tokens.get(request.id) or _NO_TOKEN
+                token_id, may_end, _, error, _, is_final, is_deferred, _, _ = token
+                ends = may_end or error or is_final or is_deferred or request.params.stop_token_ids
+            if ends or before is None or output_tokens >= request.max_tokens or request.state is not running_state:
+                rest.append((request, True, ()))
+                continue
+            if request.num_computed // block_tokens > request.num_published:
+                pool.publish(request)
+                pool.release_unseen(request)
+            request.output_tokens = output_tokens
+            request.last_token_at = now
+            if token is not None:
+                request.output_ids.append(token_id)
+            told(request)
+            given(token)
+            waited(now - before)
+        return rest
+
+    def fail(self, step: Step, message: str, now: float) -> Booked:
         """End every request of a step that could not be computed; the others go on."""
-        if not step.items:
-            return []
+        if step.is_empty:
+            return Booked()
         self._land(step)
         if self.blocks.host is not None:
             self.blocks.host.drop(step.stores)
@@ -333,7 +381,7 @@ class Scheduler:
             self._finish(request, FinishReason.ERROR, now)
         self._running = [request for request in self._running if request.state is RequestState.RUNNING]
         token = SampledToken(-1, error=message)
-        return [TokenEvent(request, token, FinishReason.ERROR) for request in failed]
+        return Booked(events=[TokenEvent(request, token, FinishReason.ERROR) for request in failed])
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -341,40 +389,66 @@ class Scheduler:
 
     def steps_until_event(self) -> int:
         """How many steps from now on only decode the same requests, none ending, starting or giving way: see `leap`."""
-        running = self._running
-        if self._in_flight is not None or not running:
-            return 0
-        if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
-            return 0
-        if any(request.total_tokens - request.num_computed != 1 for request in running):
-            return 0
-        if not all(self.blocks.sees_all(request) for request in running):
-            return 0
-        steps = min(request.max_tokens - request.output_tokens for request in running) - 1
-        while steps > 0 and self._blocks_for(steps) > self.blocks.available:
-            steps //= 2
-        return max(0, steps)
+        most = self._steps_until_end()
+        if most and not self._have_blocks_for(most):
+            most = bisect_left(range(1, most), True, key=lambda steps: not self._have_blocks_for(steps))
+        return most
 
     def leap(self, steps: int, now: float) -> None:
         """Do what `steps` times plan and commit without tokens would do; `now` is the time at their end.
 
         At most `steps_until_event()` steps. For simulators, which know no token ids: no event is reported.
         """
-        allowed = self.steps_until_event()
-        if not 0 <= steps <= allowed:
-            raise ValueError(f"a leap over {steps} steps, but something happens after {allowed}")
         if not steps:
             return
+        if not 0 < steps <= self._steps_until_end() or not self._have_blocks_for(steps):
+            raise ValueError(f"a leap over {steps} steps, but something happens after {self.steps_until_event()}")
         pool = self.blocks
+        block_tokens = pool.block_tokens
         for request in self._running:
-            request.num_computed += steps
+            request.num_computed = computed = request.num_computed + steps
             request.output_tokens += steps
             request.last_token_at = now
-            missing = -(-request.num_computed // pool.block_tokens) - len(request.blocks)
-            request.blocks.extend(pool.allocate(missing))
-            pool.publish(request)
+            if computed // block_tokens > request.num_published:
+                missing = -(-computed // block_tokens) - len(request.blocks)
+                if missing:
+                    request.blocks.extend(pool.allocate(missing))
+                pool.publish(request)
+            elif computed > len(request.blocks) * block_tokens:
+                request.blocks.extend(pool.allocate(1))
         self._step_id += steps
         self._decay_reserve(steps)
+
+    def _steps_until_end(self) -> int:
+        """As `steps_until_event`, as far as it does not depend on blocks."""
+        running = self._running
+        if self._in_flight is not None or not running:
+            return 0
+        if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
+            return 0
+        sees_all = self.blocks.sees_all
+        most, last_token_at = sys.maxsize, running[0].last_token_at
+        if last_token_at is None:
+            return 0
+        for request in running:
+            output_tokens = request.output_tokens
+            if request.prompt_tokens + output_tokens - request.num_computed != 1 or not sees_all(request):
+                return 0
+            # A first token is an event, and so is one after a pause: a chunk may have left one token of a prompt.
+            if request.last_token_at != last_token_at:
+                return 0
+            if request.max_tokens - output_tokens < most:
+                most = request.max_tokens - output_tokens
+        return most - 1
+
+    def _have_blocks_for(self, steps: int) -> bool:
+        """Whether all running requests can decode for so many steps."""
+        size = self.blocks.block_tokens
+        # A block more for each request is more than any of them can need beyond full blocks.
+        if len(self._running) * (steps // size + 1) <= self.blocks.available:
+            return True
+        needed = sum([-(-(r.num_computed + steps) // size) - len(r.blocks) for r in self._running])
+        return needed <= self.blocks.available
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the books of requests and blocks balance. For tests and idle moments."""
@@ -492,29 +566,37 @@ class Scheduler:
         items.append(StepItem(request, start, count, count == left, request.blocks))
         return count
 
-    def _add_drafts(self, items: list[StepItem], speculation: NgramSpeculation) -> None:
-        """Let decodes guess ahead with what the budget leaves, where their blocks reach or unneeded ones are there."""
-        budget = self._settings.max_num_batched_tokens - sum([item.count for item in items])
-        for index, item in enumerate(items):
-            request = item.request
-            if budget <= 0:
-                return
-            if item.count != 1 or item.start + 1 != request.total_tokens:
-                continue
-            if not request.prompt_ids or not request.output_ids:  # a simulator's request, or the prompt's last token
-                continue
-            # The step yields one token more than are right, and never more than the request may have.
-            most = min(budget, request.max_tokens - request.output_tokens - 1)
-            drafts = self._index_of(request, speculation).propose(most)
-            missing = self.blocks.missing(request, item.start + 1 + len(drafts))
-            if missing and self.blocks.available - len(missing) < len(self._running):
-                held = len(request.blocks) // self.blocks.groups * self.blocks.block_tokens
-                drafts, missing = drafts[: held - item.start - 1], []
-            if not drafts:
-                continue
+    def _add_drafts(
+        self, decodes: Decodes, chunks: list[StepItem], speculation: NgramSpeculation, *, budget: int
+    ) -> Decodes:
+        """Let decodes guess ahead with what the budget leaves, where their blocks reach or unneeded ones are there.
+
+        Those that do join `chunks`; returns the others.
+        """
+        columns = decodes.requests, decodes.starts, decodes.tables
+        plain = []
+        for request, start, table in zip(*columns, strict=True):
+            drafts = self._drafts_of(request, start, speculation, budget=budget)
+            if drafts:
+                budget -= len(drafts)
+                chunks.append(StepItem(request, start, 1 + len(drafts), True, table, drafts))
+            else:
+                plain.append((request, start, table))
+        return Decodes(*map(list, zip(*plain, strict=True))) if plain else Decodes()
+
+    def _drafts_of(self, request: Request, start: int, speculation: NgramSpeculation, *, budget: int) -> Sequence[int]:
+        if budget <= 0 or not request.prompt_ids or not request.output_ids:  # a simulator's request has no ids
+            return ()
+        # The step yields one token more than are right, and never more than the request may have.
+        most = min(budget, request.max_tokens - request.output_tokens - 1)
+        drafts = self._index_of(request, speculation).propose(most)
+        missing = self.blocks.missing(request, start + 1 + len(drafts))
+        if missing and self.blocks.available - len(missing) < len(self._running):
+            held = len(request.blocks) // self.blocks.groups * self.blocks.block_tokens
+            drafts, missing = drafts[: held - start - 1], []
+        if drafts:
             self.blocks.fill(request, missing)
-            budget -= len(drafts)
-            items[index] = StepItem(request, item.start, 1 + len(drafts), True, item.blocks, drafts)
+        return drafts
 
     def _index_of(self, request: Request, speculation: NgramSpeculation) -> NgramIndex:
         index = self._ngrams.get(request.id)
@@ -544,19 +626,22 @@ class Scheduler:
         self._ngrams[request.id].learn(proposed=len(drafts), accepted=len(token.following))
         return reason
 
-    def _admit(self, budget: int, items: list[StepItem], now: float) -> None:
-        """Start waiting requests while there is room; one without room may be overtaken, but not for ever."""
+    def _admit(self, budget: int, items: list[StepItem], now: float) -> int:
+        """Start waiting requests while there is room; one without room may be overtaken, but not for ever.
+
+        Returns what is left of the budget.
+        """
         if budget <= 0 or len(self._running) >= self._settings.max_num_seqs:
-            return
+            return budget
         pressure = self._pressure()
         if self._stuck_at == pressure and self._running:
-            return
+            return budget
         self._stuck_at = None
         outstanding = self._expected_output(self._running)
         passed: list[Request] = []
         while budget > 0 and len(self._running) < self._settings.max_num_seqs and len(passed) < len(self._waiting):
             if self._has_enough_prefills():
-                return
+                return budget
             request = self._waiting[len(passed)]
             expected = outstanding + self._expected_output((request,))
             if self._place(request, self._reserved_blocks(expected) if self._running else 0):
@@ -572,7 +657,8 @@ class Scheduler:
                 passed.append(request)
             # A preempted request is not overtaken: whoever takes its place would be preempted next.
             if len(passed) >= MAX_PASSED_PER_STEP or any(r.preemptions or r.bypassed >= MAX_BYPASSES for r in passed):
-                return
+                return budget
+        return budget
 
     def _has_enough_prefills(self) -> bool:
         """Whether as many prompts as may be are computed in parts now."""
@@ -652,19 +738,11 @@ class Scheduler:
         self._in_flight = None
         self.blocks.pass_fence(step.id)
 
-    def _blocks_for(self, steps: int) -> int:
-        block_tokens = self.blocks.block_tokens
-        return sum(-(-(r.num_computed + steps) // block_tokens) - len(r.blocks) for r in self._running)
-
     def _decay_reserve(self, steps: int) -> None:
         self._reserve_ratio = max(RESERVE_RATIO_MIN, self._reserve_ratio - RESERVE_RATIO_DECAY * steps)
 
 
 _NO_TOKEN = SampledToken(-1, error="the step gave no token for this request")
-
-
-_new = tuple.__new__
-"""What a named tuple's own constructor calls, in half its time: hundreds are made in each step."""
 
 
 def _order(request: Request) -> tuple[float, int]:

@@ -193,6 +193,7 @@ def _listener(app: ASGIApp) -> _Listener:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             ws="none",
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -46,6 +46,11 @@ from tidegate_engine.responses import ResponseCall, ResponseWire
 from tidegate_engine.runner import ModelInfo
 
 Handler = Callable[[Request], Awaitable[Response]]
+CONTENT_TYPES = {
+    "text/event-stream": b"text/event-stream; charset=utf-8",
+    "application/x-ndjson": b"application/x-ndjson",
+}
+"""Of streams, by media type."""
 MAX_BODY_BYTES = 32 * 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 OLLAMA_PREFIX = "/api/"
@@ -93,30 +98,29 @@ class EventStream(Response):
     """Sends a generation as it comes; a client that goes away ends it."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(
-            media_type=generation.wire.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-        # A stream has no length.
-        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        # Not the framework's: a stream has no length, and its head is always the same.
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [
+            (b"content-type", CONTENT_TYPES[generation.wire.media_type]),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        pump = asyncio.ensure_future(self._pump(send))
+        generation = self._generation
         watch = asyncio.ensure_future(_until_disconnect(receive))
+        watch.add_done_callback(lambda _: generation.abort())
         try:
-            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                await pump
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in generation.stream():
+                await send({"type": "http.response.body", "body": data, "more_body": not generation.is_over})
+            if not generation.is_over:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._generation.abort()
-            for task in (pump, watch):
-                task.cancel()
-
-    async def _pump(self, send: Send) -> None:
-        async for data in self._generation.stream():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            generation.abort()
+            watch.cancel()
 
 
 async def whole_answer(generation: Generation | EmbeddingWork, receive: Receive) -> Response:
@@ -183,6 +187,31 @@ class ApiParts:
     created: int
 
 
+class Calls:
+    """Calls of the engine, by path, past the framework: they come in bursts, and what it does for each, which none of
+    them needs, takes as long as all else. Everything else goes to `app`."""
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], metrics: EngineMetrics) -> None:
+        self._app = app
+        self._handlers = handlers
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        handler = self._handlers.get(scope["path"]) if is_post else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await handler(Request(scope, receive, send))
+        except ApiError as error:
+            self._metrics.rejected(rejection_reason(error))
+            response = error_response(error, scope["path"])
+        except ClientDisconnect:
+            return  # nobody reads an answer
+        await response(scope, receive, send)
+
+
 def create_api(parts: ApiParts, *, api_keys: tuple[str, ...] = ()) -> ASGIApp:
     """The ASGI app of port 8000."""
     app = FastAPI(title="Tidegate engine", openapi_url=None, docs_url=None, redoc_url=None)
@@ -194,17 +223,17 @@ def create_api(parts: ApiParts, *, api_keys: tuple[str, ...] = ()) -> ASGIApp:
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     _add_openai_routes(app, parts)
     _add_ollama_routes(app, parts)
-    _add_token_routes(app, parts)
     _add_plain_routes(app, parts)
-    return Guard(app, api_keys, parts.metrics)
+    calls = {**_openai_calls(parts), **_ollama_calls(parts), **_token_calls(parts)}
+    for path, handler in calls.items():
+        app.add_api_route(path, handler, methods=["POST"])  # so that the framework knows what else to say of the path
+    return Guard(Calls(app, calls, parts.metrics), api_keys, parts.metrics)
 
 
 def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
     completions = parts.completions
-    accepted = partial(_accepted, parts.drain)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -216,7 +245,11 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         cards = completions.model_cards(created=parts.created)
         return JsonResponse(next(card for card in cards if card["id"] == name))
 
-    @app.post("/v1/completions")
+
+def _openai_calls(parts: ApiParts) -> dict[str, Handler]:
+    completions = parts.completions
+    accepted = partial(_accepted, parts.drain)
+
     @accepted
     async def complete(request: Request) -> Response:
         arrival = time.monotonic()
@@ -224,7 +257,6 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         generation = await completions.begin_completion(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
-    @app.post("/v1/chat/completions")
     @accepted
     async def chat(request: Request) -> Response:
         arrival = time.monotonic()
@@ -232,7 +264,6 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         generation = await completions.begin_chat(call, arrival=arrival)
         return await _respond(generation, request, stream=bool(call.stream))
 
-    @app.post("/v1/responses")
     @accepted
     async def respond(request: Request) -> Response:
         arrival = time.monotonic()
@@ -241,7 +272,6 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         generation = await completions.begin_chat(call.as_chat(), arrival=arrival, make_wire=make_wire)
         return await _respond(generation, request, stream=bool(call.stream))
 
-    @app.post("/v1/embeddings")
     @accepted
     async def embed(request: Request) -> Response:
         arrival = time.monotonic()
@@ -250,19 +280,18 @@ def _add_openai_routes(app: FastAPI, parts: ApiParts) -> None:
         work.start()
         return await whole_answer(work, request.receive)
 
+    return {
+        "/v1/completions": complete,
+        "/v1/chat/completions": chat,
+        "/v1/responses": respond,
+        "/v1/embeddings": embed,
+    }
 
-def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
+
+def _ollama_calls(parts: ApiParts) -> dict[str, Handler]:
     completions = parts.completions
     accepted = partial(_accepted, parts.drain)
     names = completions.served_names
-    served = Served(
-        names,
-        parts.info,
-        created=parts.created,
-        template=completions.tokenizer.chat_template,
-        has_tools=completions.limits.tool_format is not None,
-        has_thoughts=completions.limits.reasoning_format is not None,
-    )
 
     async def answer(kind: type[OllamaChatCall | OllamaGenerateCall], request: Request) -> Response:
         arrival = time.monotonic()
@@ -283,17 +312,14 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
             generation = await completions.begin_chat(inner, arrival=arrival, make_wire=lambda: wire)
         return await _respond(generation, request, stream=call.stream is not False)
 
-    @app.post("/api/chat")
     @accepted
     async def chat(request: Request) -> Response:
         return await answer(OllamaChatCall, request)
 
-    @app.post("/api/generate")
     @accepted
     async def generate(request: Request) -> Response:
         return await answer(OllamaGenerateCall, request)
 
-    @app.post("/api/embed")
     @accepted
     async def embed(request: Request) -> Response:
         arrival = time.monotonic()
@@ -304,6 +330,21 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         )
         work.start()
         return await whole_answer(work, request.receive)
+
+    return {"/api/chat": chat, "/api/generate": generate, "/api/embed": embed}
+
+
+def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
+    completions = parts.completions
+    names = completions.served_names
+    served = Served(
+        names,
+        parts.info,
+        created=parts.created,
+        template=completions.tokenizer.chat_template,
+        has_tools=completions.limits.tool_format is not None,
+        has_thoughts=completions.limits.reasoning_format is not None,
+    )
 
     @app.post("/api/show")
     async def show(request: Request) -> Response:
@@ -330,18 +371,18 @@ def _add_ollama_routes(app: FastAPI, parts: ApiParts) -> None:
         return JsonResponse({"version": EMULATED_VERSION})
 
 
-def _add_token_routes(app: FastAPI, parts: ApiParts) -> None:
+def _token_calls(parts: ApiParts) -> dict[str, Handler]:
     completions = parts.completions
 
-    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         call = parse(TokenizeCall, await _read_body(request))
         return JsonResponse(await completions.tokenize(call))
 
-    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         call = parse(DetokenizeCall, await _read_body(request))
         return JsonResponse(await completions.detokenize(call))
+
+    return {"/tokenize": tokenize, "/detokenize": detokenize}
 
 
 def _add_plain_routes(app: FastAPI, parts: ApiParts) -> None:
@@ -437,11 +478,6 @@ def _check_accepts(drain: Drain) -> None:
             code="shutting_down",
             headers={"retry-after": str(DRAIN_RETRY_AFTER_SECONDS), "connection": "close"},
         )
-
-
-async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    """The client left before its request was whole; nobody reads this."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ Pure: no torch, no numpy, no clock. `t = base + token·max(0, T − T0) + kv·KV
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from operator import mul
 from pathlib import Path
@@ -47,8 +47,15 @@ def shape_of(items: Iterable[tuple[int, int, bool]]) -> StepShape:
 
 def shape_of_step(step: Step) -> StepShape:
     """Shape of a planned step. An item of one token that samples is a decode, with or without drafts behind it."""
-    return shape_of(
-        [(start, count, not samples or count - len(drafts) > 1) for _, start, count, samples, _, drafts in step.items]
+    decodes = len(step.decodes)
+    shape = shape_of(
+        [(item.start, item.count, not item.samples or item.count - len(item.drafts) > 1) for item in step.chunks]
+    )
+    return replace(
+        shape,
+        tokens=shape.tokens + decodes,
+        decode_kv_tokens=shape.decode_kv_tokens + sum(step.decodes.starts) + decodes,
+        sequences=shape.sequences + decodes,
     )
 
 

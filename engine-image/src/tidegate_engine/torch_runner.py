@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tidegate_engine.process_memory import forget_peak, peak_bytes, resident_byt
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
+from tidegate_engine.step_inputs import Inputs, StepInputs
 from tidegate_engine.steptime import StepModel
 from tidegate_engine.transformer import (
     DecoderConfig,
@@ -47,7 +48,6 @@ from tidegate_engine.transformer import (
 )
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native
-from tidegate_kernels.reference import in_other_tables, ragged_batch
 
 DTYPES = {
     "float32": torch.float32,
@@ -128,6 +128,7 @@ class TorchRunner:
         )
         self._caches = layer_caches(config, self._pool, groups)
         self._native = native_decoder(self._decoder, self._caches)
+        self._inputs = StepInputs(options.block_tokens, [group.window for group in groups])
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
         self._pooler = Pooler(is_normalised=pooling.is_normalised)
@@ -187,35 +188,31 @@ class TorchRunner:
         self._set_threads()
         if self._host is not None:
             self._host.copy(step)
-        # Decodes first and by length: neighbours of like length are attended in one call.
-        items = sorted(step.items, key=lambda item: (item.count > 1, item.start))
-        token_ids = [token for item in items for token in _token_ids(item)]
-        self._sampler.prepare(items)
-        self._clear_unwritten(items)
-        first, *others = _tables_by_group(items, groups=len(self._info.kv_windows))
-        batch = ragged_batch(
-            [item.count for item in items],
-            [item.start + item.count for item in items],
-            first,
-            cache=self._caches[0],
-            views=[item.request.window for item in items] if any(item.request.window for item in items) else None,
-        )
-        batch = replace(batch, others=tuple(in_other_tables(batch, tables) for tables in others))
-        ids, starts = torch.tensor(token_ids), batch.query_starts.tolist()
-        sampled = [item for item in items if _is_sampled(item)]
-        adapted = {} if self._lora is None else _adapted_rows(items)
+        decodes, chunks = step.decodes, step.chunks
+        self._sampler.prepare([*decodes.requests, *(item.request for item in chunks)])
+        inputs = self._inputs.lay_out(step)
+        if inputs.begun_blocks:
+            # What an earlier request left behind the last token gets the weight zero, and zero times its NaN is NaN.
+            for part in self._pool:
+                part[:, :, inputs.begun_blocks] = 0
+        adapted = {} if self._lora is None else _adapted_rows(step, inputs)
         pooled: Mapping[str, SampledToken] = {}
-        if self._native is not None and self._native.takes(batch) and not adapted and not any(map(_is_pooled, items)):
-            logits = self._native.forward(ids, batch, logits_rows=_sampled_rows(items, starts))
+        pools = any(map(_is_pooled, chunks))
+        if self._native is not None and self._native.takes(inputs.batch) and not adapted and not pools:
+            logits = self._native.forward(inputs.token_ids, inputs.batch, logits_rows=inputs.logits_rows)
         else:
             adapters = () if self._lora is None else self._lora.deltas(adapted)
-            states = hidden_states(self._decoder, ids, batch, caches=self._caches, adapters=adapters)
-            pooled = self._pooler.pool(states, items, starts)
-            logits = head_logits(self._decoder, states[_sampled_rows(items, starts)])
-        if not sampled:
+            states = hidden_states(
+                self._decoder, inputs.token_ids, inputs.batch, caches=self._caches, adapters=adapters
+            )
+            if pools:
+                pooled = self._pooler.pool(states, chunks, inputs.first_rows[len(decodes) :].tolist())
+            logits = head_logits(self._decoder, states[inputs.logits_rows])
+        if not inputs.sampled:
             return pooled
-        tokens = self._sampler.sample(logits, sampled)
-        return {**pooled, **{item.request.id: token for item, token in zip(sampled, tokens, strict=True)}}
+        tokens = self._sampler.sample(logits, inputs.sampled, inputs.drafts)
+        found = dict(zip([request.id for request in inputs.sampled], tokens, strict=True))
+        return {**pooled, **found} if pooled else found
 
     def _make_host(self, host_bytes: int) -> HostBlocks | None:
         """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""
@@ -253,22 +250,6 @@ class TorchRunner:
             torch.set_num_threads(self._threads)
             self._threads_set_in = threading.get_ident()
 
-    def _clear_unwritten(self, items: Sequence[StepItem]) -> None:
-        """Zero the blocks that are begun and not filled in this step.
-
-        What an earlier request left behind the last token gets the weight zero, and zero times its NaN would be NaN.
-        """
-        size, groups = self._info.block_tokens, len(self._info.kv_windows)
-        begun = [
-            block
-            for item in items
-            if (end := item.start + item.count) % size > 0 and end % size <= item.count
-            for block in item.blocks[end // size * groups : (end // size + 1) * groups]
-        ]
-        if begun:
-            for part in self._pool:
-                part[:, :, begun] = 0
-
     def _warm_up(self) -> None:
         """The first calls allocate buffers and choose algorithms; their result is thrown away."""
         for sequences, tokens in WARM_UP_SHAPES:
@@ -280,7 +261,7 @@ class TorchRunner:
         count = min(tokens, self._info.max_model_len, (self._info.kv_blocks - 1) * size)
         blocks = list(range(1, 1 + -(-count // size) * len(self._info.kv_windows)))
         items = tuple(
-            StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, blocks)
+            StepItem(Request(str(index), count, 1, 0.0, prompt_ids=[0] * count), 0, count, True, list(blocks))
             for index in range(sequences)
         )
         self.run(Step(0, items, 0))
@@ -294,44 +275,16 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def _token_ids(item: StepItem) -> list[int]:
-    if not item.drafts:
-        return item.request.token_ids(item.start, item.count)
-    return [*item.request.token_ids(item.start, item.count - len(item.drafts)), *item.drafts]
-
-
-def _is_sampled(item: StepItem) -> bool:
-    return item.samples and not _is_pooled(item)
-
-
 def _is_pooled(item: StepItem) -> bool:
     return item.request.pooling is not None
 
 
-def _tables_by_group(items: Sequence[StepItem], *, groups: int) -> list[list[Sequence[int]]]:
-    """The items' block tables in each group of layers."""
-    if groups == 1:
-        return [[item.blocks for item in items]]
-    return [[item.blocks[group::groups] for item in items] for group in range(groups)]
-
-
-def _sampled_rows(items: Sequence[StepItem], query_starts: Sequence[int]) -> Tensor:
-    """The rows whose logits are wanted: an item's last known token, and each of its drafts."""
-    ends = zip(items, query_starts[1:], strict=True)
-    return torch.tensor(
-        [row for item, end in ends if _is_sampled(item) for row in range(end - 1 - len(item.drafts), end)],
-        dtype=torch.long,
-    )
-
-
-def _adapted_rows(items: Sequence[StepItem]) -> dict[str, Tensor]:
+def _adapted_rows(step: Step, inputs: Inputs) -> dict[str, Tensor]:
     """The rows of each adapter's requests, by its name."""
     rows: dict[str, list[int]] = {}
-    end = 0
-    for item in items:
-        end += item.count
+    for item, first in zip(step.items, inputs.first_rows.tolist(), strict=True):
         if item.request.adapter is not None:
-            rows.setdefault(item.request.adapter.name, []).extend(range(end - item.count, end))
+            rows.setdefault(item.request.adapter.name, []).extend(range(first, first + item.count))
     return {name: torch.tensor(own) for name, own in rows.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidegate_engine.rope import Rope, rope_frequencies, rope_magnitude
+from tidegate_engine.rope import Rope, Turns, rope_frequencies, rope_magnitude
 from tidegate_kernels.lora import LowRank, add_low_rank
 from tidegate_kernels.native import Native, laid_out
 from tidegate_kernels.reference import (
@@ -27,7 +27,6 @@ from tidegate_kernels.reference import (
     paged_attention,
     rms_norm,
     rope,
-    rope_tables,
     route,
     silu_mul,
     soft_cap,
@@ -157,8 +156,8 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Weight
-    ropes: tuple[tuple[Tensor, float], ...]
-    """Frequencies and magnitude of each."""
+    turns: tuple[Turns, ...]
+    """Of each of the config's ropes."""
     embedding_scale: float | None
 
     @property
@@ -269,8 +268,12 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decod
         layers=layers,
         norm=norm,
         head=head,
-        ropes=tuple(
-            (rope_frequencies(each, size=size, context_tokens=config.context_tokens), rope_magnitude(each))
+        turns=tuple(
+            Turns(
+                rope_frequencies(each, size=size, context_tokens=config.context_tokens),
+                magnitude=rope_magnitude(each),
+                dtype=norm.dtype,
+            )
             for each in config.ropes
         ),
         # Rounded as the models were trained with it.
@@ -495,10 +498,8 @@ def hidden_states(
     """Write the keys and values of `token_ids` (int64 `[T]`) to `caches`; returns the last norm's `[T, hidden]`."""
     config = decoder.config
     eps, activate = config.norm_eps, ACTIVATIONS[config.activation]
-    tables = [
-        tuple(table.to(decoder.dtype) for table in rope_tables(batch.positions, frequencies, magnitude=magnitude))
-        for frequencies, magnitude in decoder.ropes
-    ]
+    end = max(batch.counts[1])
+    tables = [turns.at(batch.positions, end=end) for turns in decoder.turns]
     residual = gather_rows(decoder.embedding, token_ids, dtype=decoder.dtype)
     if decoder.embedding_scale is not None:
         residual.mul_(decoder.embedding_scale)

@@ -1,6 +1,5 @@
 """From token ids to the text that a client gets, for three kinds of tokenizers: the same in every grouping."""
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tidegate_engine.completions import Choice
+from tidegate_engine.completions import Choice, Wake
 from tidegate_engine.detokenizer import Detokenizer
 from tidegate_engine.engine import Output
 from tidegate_engine.request import FinishReason, Request, SampledToken, SamplingParams
@@ -150,7 +149,7 @@ def read(
     """What the client is sent piece by piece, and why the answer ended."""
     request = Request("a", 1, 1000, 0.0, params=SamplingParams(min_tokens=min_tokens))
     detokenizer = Detokenizer(stops, include_stop=keep)
-    choice = Choice(0, request, detokenizer, tokenizer=kind, wake=asyncio.Event())
+    choice = Choice(0, request, detokenizer, tokenizer=kind, wake=Wake())
     total = sum(map(len, groups))
     pieces = []
     done = 0

@@ -103,12 +103,13 @@ class RandomModel:
         self.sampler = Sampler(eos_ids=vocabulary.eos_token_ids, entropy=b"0" * 16, masks=grammars)
 
     def run(self, step: Step) -> dict[str, SampledToken]:
-        self.sampler.prepare(step.items)
+        self.sampler.prepare([item.request for item in step.items])
         items = [item for item in step.items if item.samples]
         rows = [self._logits(item, count) for item in items for count in range(len(item.drafts) + 1)]
         if not rows:
             return {}
-        tokens = self.sampler.sample(torch.stack(rows), items)
+        drafts = {place: item.drafts for place, item in enumerate(items) if item.drafts}
+        tokens = self.sampler.sample(torch.stack(rows), [item.request for item in items], drafts)
         return {item.request.id: token for item, token in zip(items, tokens, strict=True)}
 
     def _logits(self, item: StepItem, count: int) -> torch.Tensor:

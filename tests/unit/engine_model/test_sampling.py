@@ -5,13 +5,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.request import Request, SampledToken, SamplingParams, StepItem
-from tidegate_engine.sampling import Row, Sampler, choose, uniform
+from tidegate_engine import sampling
+from tidegate_engine.request import Request, SampledToken, SamplingParams
+from tidegate_engine.sampling import Row, Sampler, key_of, rules_of, uniforms
 
 VOCAB = 50
 EOS = (7,)
@@ -26,8 +28,11 @@ def request(name: str = "a", *, output: list[int] | None = None, **params: Any) 
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
-    items = [StepItem(request, 0, 1, True, ()) for request in requests]
-    return Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, items)
+    return Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, requests)
+
+
+def choose(logits: torch.Tensor, params: list[SamplingParams], randoms: list[float]) -> list[int]:
+    return sampling.choose(logits, rules_of(params, vocab=logits.shape[1], device=logits.device), randoms)
 
 
 def draw_logits(seed: int, rows: int = 1) -> torch.Tensor:
@@ -153,7 +158,7 @@ def test_without_a_seed_requests_of_one_batch_differ() -> None:
 
 
 def test_the_random_numbers_are_even() -> None:
-    numbers = [uniform(b"seed", position) for position in range(2000)]
+    numbers = uniforms(np.full(2000, key_of(b"seed"), np.uint64), np.arange(2000)).tolist()
     assert all(0 <= number < 1 for number in numbers)
     counts = Counter(int(number * 10) for number in numbers)
     assert all(140 < counts[tenth] < 260 for tenth in range(10))
@@ -242,8 +247,7 @@ def test_drafts_are_accepted_as_far_as_they_are_what_would_have_been_chosen() ->
             expected.append(sample(logits[row : row + 1], [step])[0].token_id)
         for right in range(4):
             drafts = [*expected[:right], *[(token + 1) % VOCAB for token in expected[right:3]]]
-            item = StepItem(said, 0, 4, True, (), drafts)
-            token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [item])[0]
+            token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [said], {0: drafts})[0]
             assert [token.token_id, *(later.token_id for later in token.following)] == expected[: right + 1]
 
 
@@ -251,8 +255,7 @@ def test_a_draft_after_which_the_logits_are_not_finite_is_left_to_the_next_step(
     logits = draw_logits(4, rows=3)
     best = logits.argmax(-1).tolist()
     logits[1] = math.nan
-    item = StepItem(request(temperature=0), 0, 3, True, (), best[:2])
-    token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [item])[0]
+    token = Sampler(eos_ids=EOS, entropy=ENTROPY).sample(logits, [request(temperature=0)], {0: best[:2]})[0]
     assert (token.token_id, token.error, token.following) == (best[0], None, ())
 
 
@@ -289,11 +292,11 @@ class RaisingMasks:
 def test_whatever_is_raised_for_one_request_costs_the_others_nothing() -> None:
     logits = draw_logits(7, rows=4)
     good, bad, last = request("good", grammar="x", seed=3), request("bad", grammar="x"), request("last", seed=4)
-    drafted = StepItem(good, 0, 2, True, (), [8])
-    items = [drafted, StepItem(bad, 0, 1, True, ()), StepItem(last, 0, 1, True, ())]
-    tokens = Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits, items)
+    tokens = Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits, [good, bad, last], {0: [8]})
     assert tokens[1].error == "choosing the token failed: IndexError: the 3rd of 2"
-    assert tokens[0] == Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits[:2], [drafted])[0]
+    assert (
+        tokens[0] == Sampler(eos_ids=EOS, entropy=ENTROPY, masks=RaisingMasks()).sample(logits[:2], [good], {0: [8]})[0]
+    )
     assert tokens[0].error is None
     assert tokens[2] == sample(logits[3:], [last])[0]
 
