@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from tidegate_engine.settings import BatchSettings, Envelope, find_violation
 from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.capacity import (
+    Load,
     Scenario,
     Targets,
     attainment,
     best_settings,
-    candidates,
     capacity_of,
     full_batch_itl_seconds,
+    lattice_of,
     load_at,
     predict,
     scenario,
+    score_of,
 )
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.observation import Bottleneck, EngineInfo
@@ -33,6 +35,9 @@ ENVELOPE = Envelope()
 CHAT = ((1.0, 1000, 250),)
 SHORT_IN_LONG_OUT = ((1.0, 128, 700),)
 LONG_IN_SHORT_OUT = ((1.0, 3000, 64),)
+RAG = ((1.0, 8000, 200),)
+REASONING = ((1.0, 300, 2000),)
+MIXED = ((0.55, 1000, 250), (0.2, 8000, 200), (0.05, 300, 2000), (0.2, 200, 100))
 CHAT_TARGETS = Targets(1.0, 0.05)
 Lengths = tuple[tuple[float, int, int], ...]
 
@@ -193,11 +198,41 @@ def test_settings_that_break_the_itl_target_in_a_full_batch_are_left() -> None:
 
 def test_a_narrow_envelope_is_kept() -> None:
     envelope = Envelope((10, 20), (600, 700), (100, 130))
-    offered = list(candidates(envelope))
+    offered = list(lattice_of(scene_of(CHAT), envelope).points(1))
     assert offered
     assert all(find_violation(item, envelope) is None for item in offered)
     plan = best_settings(scene_of(CHAT), envelope, present=BatchSettings(10, 600, 100))
     assert find_violation(plan.settings, envelope) is None
+
+
+@pytest.mark.parametrize("lengths", [CHAT, SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT, MIXED])
+@pytest.mark.parametrize("targets", [Targets(1.0, 0.05), Targets(2.0), Targets(2.0, 0.03)])
+def test_a_coarse_search_finds_what_an_exhaustive_one_finds(
+    monkeypatch: pytest.MonkeyPatch, lengths: Lengths, targets: Targets
+) -> None:
+    scene, envelope = scene_of(lengths, targets), Envelope((8, 256), (512, 8192), (256, 4096))
+    exhaustive = best_settings(scene, envelope, present=PRESENT)
+    assert max(score_of(scene, item) for item in lattice_of(scene, envelope).points(2)) <= 1.06 * score_of(
+        scene, exhaustive.settings
+    )
+    monkeypatch.setattr("tidegate_operator.capacity.MOST_POINTS", 40)
+    coarse = best_settings(scene, envelope, present=PRESENT)
+    assert score_of(scene, coarse.settings) >= 0.98 * score_of(scene, exhaustive.settings)
+
+
+def test_the_widest_envelope_takes_no_more_looks_than_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counted(scene: Scenario, batch: BatchSettings, rate: float) -> Load | None:
+        nonlocal looks
+        looks += 1
+        return load_at(scene, batch, rate)
+
+    monkeypatch.setattr("tidegate_operator.capacity.load_at", counted)
+    wide = Envelope((1, 1 << 20), (1, 1 << 20), (1, 1 << 20))
+    plan = best_settings(scene_of(MIXED), wide, present=PRESENT)
+    assert looks < 2500
+    assert plan.capacity.requests_per_second >= 0.9 * capacity_of(scene_of(MIXED), PRESENT).requests_per_second
 
 
 def test_everything_in_a_load_adds_up() -> None:
@@ -210,9 +245,6 @@ def test_everything_in_a_load_adds_up() -> None:
 
 # --- against the engine's own scheduler ------------------------------------------------------------------------------
 
-RAG = ((1.0, 8000, 200),)
-REASONING = ((1.0, 300, 2000),)
-MIXED = ((0.55, 1000, 250), (0.2, 8000, 200), (0.05, 300, 2000), (0.2, 200, 100))
 BOTH_TARGETS, TTFT_ONLY, LOOSE, STRICT = Targets(1.0, 0.05), Targets(1.0), Targets(3.0, 0.1), Targets(2.0, 0.03)
 TOLERANCE = 0.15
 QUICK = (

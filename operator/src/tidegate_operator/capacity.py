@@ -12,6 +12,7 @@ crowd's distribution. TTFT: the running step, a slot, and a prompt's chunks in s
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,6 +44,10 @@ SIZE_BIAS = 0.005
 """A doubling of a setting must buy at least this share of the rate: small batches keep bursts harmless."""
 FULL_BATCH_EXPONENT = 0.5
 """Weight of the ITL with every slot taken, against the rate."""
+MOST_POINTS = 800
+"""A search looks at about so many settings at first."""
+FASTER = 1.02
+"""Settings must be faster by so much to count as that: it spares most of the bisections."""
 RATE_KEPT = 0.95
 """Settings that keep this share of the largest rate may be chosen for being safer in an overload."""
 
@@ -692,15 +697,60 @@ SEQUENCE_MULTIPLE = 8
 TOKEN_MULTIPLE = 64
 
 
-def candidates(envelope: Envelope) -> Iterator[BatchSettings]:
-    """Settings worth a look, within the envelope and its cross-field rule."""
-    chunks = _ladder(envelope.long_prefill_token_threshold, multiple=TOKEN_MULTIPLE, steps_per_doubling=1)
-    for tokens in _ladder(envelope.max_num_batched_tokens, multiple=TOKEN_MULTIPLE, steps_per_doubling=2):
-        for sequences in _ladder(envelope.max_num_seqs, multiple=SEQUENCE_MULTIPLE, steps_per_doubling=2):
-            if sequences <= tokens:
-                yield from (
-                    BatchSettings(sequences, tokens, chunk) for chunk in chunks if chunk <= max(tokens, chunks[0])
-                )
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Settings worth a look: rising values of each."""
+
+    sequences: tuple[int, ...]
+    tokens: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+    def points(self, stride: int) -> Iterator[BatchSettings]:
+        """Every `stride`-th value and the last of each, as far as they make sense together."""
+        for tokens in _every(self.tokens, stride):
+            for sequences in _every(self.sequences, stride):
+                for chunk in _every(self.chunks, stride):
+                    if sequences <= tokens and chunk <= max(tokens, self.chunks[0]):
+                        yield BatchSettings(sequences, tokens, chunk)
+
+    def around(self, settings: BatchSettings, stride: int) -> Iterator[BatchSettings]:
+        """The points next to `settings`, `stride` values away."""
+        near = [
+            {values[min(max(0, at + step), len(values) - 1)] for step in (-stride, 0, stride)}
+            for values, given in zip(
+                (self.sequences, self.tokens, self.chunks), settings.as_dict().values(), strict=True
+            )
+            for at in (bisect_left(values, given),)
+        ]
+        yield from Lattice(*(tuple(sorted(values)) for values in near)).points(1)
+
+    @property
+    def size(self) -> int:
+        return len(self.sequences) * len(self.tokens) * len(self.chunks)
+
+
+def _every(values: tuple[int, ...], stride: int) -> tuple[int, ...]:
+    return values if stride == 1 else (*values[:-1:stride], values[-1])
+
+
+def lattice_of(scene: Scenario, envelope: Envelope) -> Lattice:
+    """The envelope in geometric steps. Left out is what changes nothing: chunks longer than every prompt, slots beyond
+    the KV pool."""
+    longest = max(size.prefill_tokens for size in scene.sizes)
+    most = scene.kv_tokens / max(1.0, min(size.isl for size in scene.sizes))
+    return Lattice(
+        sequences=_up_to(_ladder(envelope.max_num_seqs, multiple=SEQUENCE_MULTIPLE, steps_per_doubling=2), enough=most),
+        tokens=_ladder(envelope.max_num_batched_tokens, multiple=TOKEN_MULTIPLE, steps_per_doubling=2),
+        chunks=_up_to(
+            _ladder(envelope.long_prefill_token_threshold, multiple=TOKEN_MULTIPLE, steps_per_doubling=1),
+            enough=longest,
+        ),
+    )
+
+
+def _up_to(values: tuple[int, ...], *, enough: float) -> tuple[int, ...]:
+    """The values up to the first that is enough."""
+    return tuple(value for at, value in enumerate(values) if at == 0 or values[at - 1] < enough)
 
 
 @dataclass(frozen=True, slots=True)
@@ -716,21 +766,9 @@ class Plan:
 
 def best_settings(scene: Scenario, envelope: Envelope, *, present: BatchSettings) -> Plan:
     """The settings with the largest rate under the targets; `present` stay unless others score higher."""
-    settings_list = list(candidates(envelope))
-    smallest = SMALLEST_RATE_SHARE * _rate_bound(scene)
-    reachable = scene
-    if not any(_meets(scene, settings, smallest) for settings in (present, *settings_list)):
-        corners = {settings_list[0], settings_list[-1], present, settings_list[len(settings_list) // 2]}
-        ordered = sorted(corners, key=lambda settings: tuple(settings.as_dict().values()))
-        relaxed = [_relaxed(scene, settings) for settings in ordered]
-        reachable = min(relaxed, key=lambda item: math.prod(item[1].values()) if item[1] else math.inf)[0]
-    largest = smallest
-    for settings in (present, *settings_list):
-        if largest < _rate_bound(scene) and _meets(reachable, settings, largest):
-            largest = _largest_rate(reachable, settings, low=largest)
-    enough = max(smallest, RATE_KEPT * largest)
-    by_worth = sorted((present, *settings_list), key=lambda settings: -_worth(scene, settings))
-    best = next((settings for settings in by_worth if _meets(reachable, settings, enough)), present)
+    lattice = lattice_of(scene, envelope)
+    reachable = _within_reach(scene, lattice, present=present)
+    best = _search(reachable, lattice, present=present)
     present_score, score = (_score(scene, reachable, settings) for settings in (present, best))
     return Plan(
         settings=best,
@@ -738,6 +776,58 @@ def best_settings(scene: Scenario, envelope: Envelope, *, present: BatchSettings
         present=capacity_of(scene, present),
         gain_ratio=1.0 if best == present else score / present_score if present_score > 0 else math.inf,
     )
+
+
+def _stride(lattice: Lattice) -> int:
+    """How coarse the first look is: all points of a usual envelope, some of a very wide one."""
+    stride = 1
+    while lattice.size / stride**3 > MOST_POINTS:
+        stride *= 2
+    return stride
+
+
+def _within_reach(scene: Scenario, lattice: Lattice, *, present: BatchSettings) -> Scenario:
+    """The scenario as it is, or with targets that no settings reach relaxed to what those that miss least do reach."""
+    smallest = SMALLEST_RATE_SHARE * _rate_bound(scene)
+    points = [present, *lattice.points(_stride(lattice))]
+    if any(_meets(scene, settings, smallest) for settings in points):
+        return scene
+    corners = {points[-1], present, points[min(1, len(points) - 1)], points[len(points) // 2]}
+    ordered = sorted(corners, key=lambda settings: tuple(settings.as_dict().values()))
+    relaxed = [_relaxed(scene, settings) for settings in ordered]
+    return min(relaxed, key=lambda item: math.prod(item[1].values()) if item[1] else math.inf)[0]
+
+
+def _search(scene: Scenario, lattice: Lattice, *, present: BatchSettings) -> BatchSettings:
+    """From a coarse look at all of the lattice to a fine one around the fastest and the best settings found so far.
+
+    The best are the worthiest of those that keep `RATE_KEPT` of the largest rate.
+    """
+    stride = _stride(lattice)
+    largest, fastest, best = SMALLEST_RATE_SHARE * _rate_bound(scene), present, present
+    worth: dict[BatchSettings, float] = {}
+    too_slow: set[BatchSettings] = set()
+    found = [present, *lattice.points(stride)]
+    while True:
+        worth |= {settings: _worth(scene, settings) for settings in found}
+        for settings in found:
+            faster = FASTER * largest
+            if faster < _rate_bound(scene) and _meets(scene, settings, faster):
+                largest, fastest = _largest_rate(scene, settings, low=faster), settings
+        enough = max(SMALLEST_RATE_SHARE * _rate_bound(scene), RATE_KEPT * largest)
+        for settings in sorted(worth.keys() - too_slow, key=lambda settings: (-worth[settings], str(settings))):
+            if _meets(scene, settings, enough):
+                best = settings
+                break
+            too_slow.add(settings)  # for good: what is asked for only rises
+        else:
+            best = present
+        near = {settings for centre in (fastest, best) for settings in lattice.around(centre, stride)}
+        found = sorted(near - worth.keys(), key=str)
+        if not found and stride == 1:
+            return best
+        if not found:
+            stride //= 2
 
 
 def score_of(scene: Scenario, settings: BatchSettings) -> float:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-NEGLIGIBLE = 1e-7
+NEGLIGIBLE = 1e-5
 MOST_STATES = 400
 
 

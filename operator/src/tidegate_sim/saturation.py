@@ -16,7 +16,7 @@ from tidegate_engine.request import Request
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import StepModel, StepShape, shape_of_step
-from tidegate_operator.capacity import Targets
+from tidegate_operator.capacity import STALL_FACTOR, STALL_SHARE, Targets
 
 Lengths = tuple[tuple[float, int, int], ...]
 """Kinds of requests as (share, prompt tokens, output tokens)."""
@@ -42,6 +42,8 @@ class Seen:
 
     ttft_p95_seconds: float
     itl_p95_seconds: float
+    stall_seconds: float
+    """The gap between two tokens that all but `STALL_SHARE` of them keep under."""
     queue_p95_seconds: float
     preemptions: int
     carried: bool
@@ -50,6 +52,7 @@ class Seen:
         pairs = (
             (self.ttft_p95_seconds, targets.ttft_seconds),
             (self.itl_p95_seconds, targets.itl_seconds),
+            (self.stall_seconds / STALL_FACTOR, targets.itl_seconds),
             (self.queue_p95_seconds, targets.queue_seconds),
         )
         return self.carried and all(goal is None or seen <= goal for seen, goal in pairs)
@@ -128,7 +131,14 @@ def measure(replica: Replica, requests: Sequence[tuple[float, int, int]], *, rat
     # A queue that holds more than the slots would take and still grows will never be served in time.
     grows = end_waiting > 2 * half_waiting + replica.settings.max_num_seqs / 2 + 20
     rank = int(0.95 * (len(counted) - 1))
-    return Seen(ttfts[rank], gaps.quantile(0.95), queued[rank], scheduler.preemptions["kv"], not grows)
+    return Seen(
+        ttft_p95_seconds=ttfts[rank],
+        itl_p95_seconds=gaps.quantile(0.95),
+        stall_seconds=gaps.quantile(1 - STALL_SHARE),
+        queue_p95_seconds=queued[rank],
+        preemptions=scheduler.preemptions["kv"],
+        carried=not grows,
+    )
 
 
 def _leap(step: StepModel, scheduler: Scheduler, *, gaps: _Gaps | None, times: tuple[float, float]) -> float:
