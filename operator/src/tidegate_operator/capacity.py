@@ -13,14 +13,14 @@ crowd's distribution. TTFT: the running step, a slot, and a prompt's chunks in s
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tidegate_engine.settings import BatchSettings, Envelope
+from tidegate_engine.settings import BatchSettings, Envelope, Pattern, pattern_of
 from tidegate_engine.steptime import StepModel, StepShape
 from tidegate_operator.crowd import NEGLIGIBLE, Crowd, Pace, crowd_at
-from tidegate_operator.mix import Mix
+from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.observation import Bottleneck, EngineInfo
 
 MISSED_SHARE = 0.05
@@ -46,6 +46,8 @@ FULL_BATCH_EXPONENT = 0.5
 """Weight of the ITL with every slot taken, against the rate."""
 MOST_POINTS = 800
 """A search looks at about so many settings at first."""
+BEYOND = 1.01
+"""A rate this much above the largest misses the goal that binds."""
 FASTER = 1.02
 """Settings must be faster by so much to count as that: it spares most of the bisections."""
 RATE_KEPT = 0.95
@@ -59,6 +61,15 @@ class Targets:
     ttft_seconds: float | None = None
     itl_seconds: float | None = None
     queue_seconds: float | None = None
+    end_to_end_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PatternTargets:
+    """The query patterns, and the goals of those that have their own. Such a pattern is judged by itself."""
+
+    patterns: tuple[Pattern, ...] = ()
+    own: tuple[tuple[str, Targets], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,11 @@ class Kind:
     decode_steps: float
     attention: float
     mean_context: float
+    pattern: str = ""
+    """Set when its pattern has goals of its own."""
+
+    def size(self) -> "Size":
+        return Size(self.share, self.prefill_tokens, self.isl, self.attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,43 @@ class Size:
         return max(1.0, math.ceil(self.prefill_tokens / chunk_tokens - CHUNK_SLACK))
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests that are judged together: those of a pattern with its own goals, or all the rest. Shares sum to one."""
+
+    pattern: str
+    targets: Targets
+    kinds: tuple[Kind, ...]
+    sizes: tuple[Size, ...]
+
+    @property
+    def decodes(self) -> bool:
+        return any(kind.decode_steps > 0 for kind in self.kinds)
+
+
+TARGET_FIELDS = {
+    "itl": "itl_seconds",
+    "queue": "queue_seconds",
+    "ttft": "ttft_seconds",
+    "endToEnd": "end_to_end_seconds",
+}
+"""By the name of a goal, what is found out fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One target of one group."""
+
+    name: str
+    seconds: float
+    group: Group
+
+    @property
+    def key(self) -> str:
+        """How it is named outside: `ttft`, or `ttft:PATTERN` where a pattern has its own."""
+        return f"{self.name}:{self.group.pattern}" if self.group.pattern else self.name
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One replica and what is asked of it."""
@@ -98,6 +151,34 @@ class Scenario:
     targets: Targets
     kv_slack_tokens: float = 0.0
     """KV lost by a sequence in its last, half-filled block."""
+    own_targets: tuple[tuple[str, Targets], ...] = ()
+    """By pattern, of those that have their own."""
+    prefers_safety: bool = True
+    """Whether settings that bear an overload better are worth some of the rate."""
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        own = dict(self.own_targets)
+        members: dict[str, list[Kind]] = {}
+        for kind in self.kinds:
+            members.setdefault(kind.pattern, []).append(kind)
+        return tuple(_group(name, own.get(name, self.targets), kinds) for name, kinds in members.items())
+
+    @cached_property
+    def goals(self) -> tuple[Goal, ...]:
+        """All targets, those first that are looked at fastest."""
+        return tuple(
+            Goal(name, seconds, group)
+            for name, field in TARGET_FIELDS.items()
+            for group in self.groups
+            if (seconds := getattr(group.targets, field)) is not None and (group.decodes or name != "itl")
+        )
+
+    @cached_property
+    def itl_seconds(self) -> float | None:
+        """The strictest goal: all patterns decode in the same steps."""
+        goals = [group.targets.itl_seconds for group in self.groups if group.decodes]
+        return min((goal for goal in goals if goal is not None), default=None)
 
     @cached_property
     def prefill_tokens(self) -> float:
@@ -127,11 +208,7 @@ class Scenario:
     @cached_property
     def sizes(self) -> tuple[Size, ...]:
         """The prompts by length: what they do to each other depends on nothing else."""
-        groups: dict[tuple[float, float, float], float] = {}
-        for kind in self.kinds:
-            key = kind.prefill_tokens, kind.isl, kind.attention
-            groups[key] = groups.get(key, 0.0) + kind.share
-        return tuple(Size(share, *key) for key, share in groups.items())
+        return _sizes(self.kinds)
 
     @cached_property
     def context_square(self) -> float:
@@ -154,6 +231,20 @@ class Scenario:
             + step.sequence_seconds * (self.decode_steps + 1)
             + step.attention_seconds * self.attention
         )
+
+
+def _sizes(kinds: Iterable[Kind]) -> tuple[Size, ...]:
+    shares: dict[tuple[float, float, float], float] = {}
+    for kind in kinds:
+        key = kind.prefill_tokens, kind.isl, kind.attention
+        shares[key] = shares.get(key, 0.0) + kind.share
+    return tuple(Size(share, *key) for key, share in shares.items())
+
+
+def _group(pattern: str, targets: Targets, kinds: Sequence[Kind]) -> Group:
+    total = sum(kind.share for kind in kinds)
+    shares = tuple(replace(kind, share=kind.share / total) for kind in kinds)
+    return Group(pattern, targets, shares, _sizes(shares))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +286,7 @@ class Prediction:
     queue_p95_seconds: float | None
     running: float | None
     kv_used_ratio: float | None
+    end_to_end_p95_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +296,33 @@ class Capacity:
     requests_per_second: float
     bottleneck: Bottleneck
     unreachable: tuple[str, ...]
-    """Targets that an idle replica misses already (`ttft`, `itl`, `queue`); they were relaxed for the rate."""
+    """Goals that an idle replica misses already, by `Goal.key`; they were relaxed for the rate."""
     idle_ttft_seconds: float
     idle_itl_seconds: float
     running: float
     """Requests in progress at that rate."""
+    binding: str = ""
+    """The goal that a larger rate would miss, by `Goal.key`; empty when the replica itself is full."""
 
 
-def scenario(model: StepModel, engine: EngineInfo, *, mix: Mix, targets: Targets) -> Scenario | None:
+def scenario(
+    model: StepModel,
+    engine: EngineInfo,
+    *,
+    mix: Mix,
+    targets: Targets,
+    by_pattern: PatternTargets | None = None,
+) -> Scenario | None:
     """The maths' input; None when the mix is empty."""
     if not mix.cells:
         return None
+    goals = by_pattern or PatternTargets()
+    own = {name for name, _ in goals.own}
+
+    def pattern(cell: Cell) -> str:
+        name = pattern_of(cell.isl_edge, cell.osl_edge, goals.patterns) if own else ""
+        return name if name in own else ""
+
     kinds = tuple(
         Kind(
             share=cell.share,
@@ -223,6 +331,7 @@ def scenario(model: StepModel, engine: EngineInfo, *, mix: Mix, targets: Targets
             decode_steps=max(0.0, cell.osl - 1),
             attention=cell.isl**2 * (1 - mix.cached_ratio**2) / 2,
             mean_context=cell.isl + cell.osl / 2,
+            pattern=pattern(cell),
         )
         for cell in mix.cells
     )
@@ -233,6 +342,7 @@ def scenario(model: StepModel, engine: EngineInfo, *, mix: Mix, targets: Targets
         kinds=kinds,
         targets=targets,
         kv_slack_tokens=engine.block_tokens / 2,
+        own_targets=goals.own,
     )
 
 
@@ -422,40 +532,59 @@ def _late(wait: tuple[float, float], seconds: float) -> float:
 
 
 def _missed_ttft(scene: Scenario, load: Load, seconds: float) -> float:
-    """Share of the requests whose first token takes longer than `seconds`.
+    """Share of the requests whose first token takes longer than `seconds`."""
+    return sum(size.share * _late_first_token(scene, load, size=size, seconds=seconds) for size in scene.sizes)
+
+
+def _missed_end_to_end(scene: Scenario, load: Load, seconds: float) -> float:
+    """Share of the requests whose last token takes longer than `seconds`."""
+    return sum(kind.share * _late_end(scene, load, kind=kind, seconds=seconds) for kind in scene.kinds)
+
+
+def _late_end(scene: Scenario, load: Load, *, kind: Kind, seconds: float) -> float:
+    """Chance that an answer is not complete after `seconds`; over its many steps their lengths even out."""
+    crowd = load.crowd
+    step = sum(share * length for share, length in zip(crowd.by_step, crowd.step_seconds, strict=True))
+    step += load.own_bare_seconds + load.mixed_share * (load.own_mixed_seconds - load.own_bare_seconds)
+    return _late_first_token(scene, load, size=kind.size(), seconds=seconds - kind.decode_steps * step)
+
+
+def _late_first_token(scene: Scenario, load: Load, *, size: Size, seconds: float) -> float:
+    """Chance that a prompt's first token takes longer than `seconds`.
 
     A request first sees the step in progress end, and waits for a slot if need be. Then it is read beside the crowd
     that it found, of which some leave and others come (`weight`: how far the crowd at the start is the crowd all
     along), or, when all lanes are taken, behind it.
     """
+    if seconds <= 0:
+        return 1.0
     crowd, slot = load.crowd, _slot_wait(scene, load)
     busy = -math.expm1(-(load.decoding + load.prefilling))
     last = len(crowd.by_time) - 1
     mean_chunks = _chunks(scene, load.chunk_tokens)
     slope = load.prompt_slope_seconds
+    chunks = size.chunks(load.chunk_tokens)
+    own = chunks * (crowd.step_seconds[1] - slope) + _own_seconds(scene, size, chunks=chunks)
+    weight = min(1.0, (mean_chunks + 1) / (mean_chunks + chunks))
+    spread = math.sqrt(weight * (1 - weight))
+    most = chunks * slope * max(0, last - 1)
     missed = 0.0
-    for size in scene.sizes:
-        chunks = size.chunks(load.chunk_tokens)
-        own = chunks * (crowd.step_seconds[1] - slope) + _own_seconds(scene, size, chunks=chunks)
-        weight = min(1.0, (mean_chunks + 1) / (mean_chunks + chunks))
-        spread = math.sqrt(weight * (1 - weight))
-        most = chunks * slope * max(0, last - 1)
-        for found, chance in enumerate(crowd.by_time):
-            if chance < NEGLIGIBLE:
+    for found, chance in enumerate(crowd.by_time):
+        if chance < NEGLIGIBLE:
+            continue
+        queued = crowd.has_queue and found == last
+        late = 0.0
+        for part in STEP_PARTS:
+            left = seconds - busy * part * crowd.step_seconds[found] - own
+            if queued:
+                late += _late((1.0, crowd.wait_seconds), left - most)
                 continue
-            queued = crowd.has_queue and found == last
-            late = 0.0
-            for part in STEP_PARTS:
-                left = seconds - busy * part * crowd.step_seconds[found] - own
-                if queued:
-                    late += _late((1.0, crowd.wait_seconds), left - most)
-                    continue
-                # Of a prompt that was found, any part may be left.
-                met = weight * found * (1 + 2 * spread * (2 * part - 1)) + (1 - weight) * crowd.mean
-                usual = chunks * slope * met
-                above = _share_above(crowd, others=left / (chunks * slope) - met, spread=spread)
-                late += above + (1 - above) * _late(slot, max(0.0, left - min(most, usual)))
-            missed += size.share * chance * late / len(STEP_PARTS)
+            # Of a prompt that was found, any part may be left.
+            met = weight * found * (1 + 2 * spread * (2 * part - 1)) + (1 - weight) * crowd.mean
+            usual = chunks * slope * met
+            above = _share_above(crowd, others=left / (chunks * slope) - met, spread=spread)
+            late += above + (1 - above) * _late(slot, max(0.0, left - min(most, usual)))
+        missed += chance * late / len(STEP_PARTS)
     return missed
 
 
@@ -574,6 +703,7 @@ def predict(scene: Scenario, settings: BatchSettings, rate: float) -> Prediction
         queue_p95_seconds=_quantile(_missed_queue, scene=scene, load=load),
         running=load.decoding + load.prefilling,
         kv_used_ratio=load.kv_tokens / scene.kv_tokens,
+        end_to_end_p95_seconds=_quantile(_missed_end_to_end, scene=scene, load=load),
     )
 
 
@@ -586,20 +716,36 @@ def attainment(scene: Scenario, settings: BatchSettings, rate: float) -> float:
     return 1.0 if target is None else 1.0 - _missed_ttft(scene, load, target)
 
 
+def _excess(scene: Scenario, load: Load, goal: Goal) -> float:
+    """The missed share over the one that may be."""
+    group, seconds = goal.group, goal.seconds
+    if goal.name == "ttft":
+        missed = sum(size.share * _late_first_token(scene, load, size=size, seconds=seconds) for size in group.sizes)
+    elif goal.name == "endToEnd":
+        missed = sum(kind.share * _late_end(scene, load, kind=kind, seconds=seconds) for kind in group.kinds)
+    else:
+        missed = (_missed_itl if goal.name == "itl" else _missed_queue)(scene, load, seconds)
+    stall = _stall_seconds(load) / (STALL_FACTOR * seconds) if goal.name == "itl" else 0.0
+    return max(missed / MISSED_SHARE, stall)
+
+
 def _meets(scene: Scenario, settings: BatchSettings, rate: float) -> bool:
     load = load_at(scene, settings, rate)
-    if load is None:
-        return False
-    targets = scene.targets
-    return (
-        (targets.itl_seconds is None or scene.decode_steps == 0 or _meets_itl(scene, load, targets.itl_seconds))
-        and (targets.ttft_seconds is None or _missed_ttft(scene, load, targets.ttft_seconds) <= MISSED_SHARE)
-        and (targets.queue_seconds is None or _missed_queue(scene, load, targets.queue_seconds) <= MISSED_SHARE)
-    )
+    return load is not None and all(_excess(scene, load, goal) <= 1 for goal in scene.goals)
 
 
-def _meets_itl(scene: Scenario, load: Load, seconds: float) -> bool:
-    return _stall_seconds(load) <= STALL_FACTOR * seconds and _missed_itl(scene, load, seconds) <= MISSED_SHARE
+def _reached(scene: Scenario, load: Load, goal: Goal) -> float:
+    """What the goal's 95th percentile is at a load, in seconds."""
+    if goal.name == "itl":
+        return _itl_held(scene, load)
+    alone = replace(scene, kinds=goal.group.kinds)
+    if goal.name == "queue":
+        return _quantile(_missed_queue, scene=scene, load=load)
+
+    def missed(_: Scenario, load: Load, seconds: float) -> float:
+        return MISSED_SHARE * _excess(scene, load, replace(goal, seconds=seconds))
+
+    return _quantile(missed, scene=alone, load=load)
 
 
 def _largest_rate(scene: Scenario, settings: BatchSettings, *, low: float) -> float:
@@ -618,17 +764,31 @@ def _rate_bound(scene: Scenario) -> float:
 def _relaxed(scene: Scenario, settings: BatchSettings) -> tuple[Scenario, dict[str, float]]:
     """The scenario with the targets that an idle replica misses put within reach, and by how much it misses them."""
     load = load_at(scene, settings, SMALLEST_RATE_SHARE * _rate_bound(scene))
-    targets = scene.targets
     if load is None:
         return scene, {}
-    reached = {
-        "ttft": (targets.ttft_seconds, _quantile(_missed_ttft, scene=scene, load=load)),
-        "itl": (targets.itl_seconds if scene.decode_steps else None, _itl_held(scene, load)),
-        "queue": (targets.queue_seconds, _quantile(_missed_queue, scene=scene, load=load)),
-    }
-    missed = {name: value / target for name, (target, value) in reached.items() if target and value > target}
-    changes = {f"{name}_seconds": reached[name][1] * UNREACHABLE_SLACK for name in missed}
-    return replace(scene, targets=replace(targets, **changes)), missed
+    missed, relaxed, own = {}, scene.targets, dict(scene.own_targets)
+    for goal in scene.goals:
+        reached = _reached(scene, load, goal)
+        if reached <= goal.seconds:
+            continue
+        pattern = goal.group.pattern
+        change = {TARGET_FIELDS[goal.name]: reached * UNREACHABLE_SLACK}
+        missed[goal.key] = reached / goal.seconds
+        if pattern:
+            own[pattern] = replace(own[pattern], **change)
+        else:
+            relaxed = replace(relaxed, **change)
+    return replace(scene, targets=relaxed, own_targets=tuple(own.items())), missed
+
+
+def _binding(scene: Scenario, settings: BatchSettings, rate: float) -> str:
+    """The goal that a little more than `rate` misses most; empty when the replica cannot carry that at all."""
+    load = load_at(scene, settings, BEYOND * rate) if rate > 0 else None
+    if load is None:
+        return ""
+    excess = {goal.key: _excess(scene, load, goal) for goal in scene.goals}
+    worst = max(excess, key=lambda name: excess[name], default="")
+    return worst if worst and excess[worst] > 1 else ""
 
 
 def capacity_of(scene: Scenario, settings: BatchSettings) -> Capacity:
@@ -645,16 +805,19 @@ def capacity_of(scene: Scenario, settings: BatchSettings) -> Capacity:
         idle_ttft_seconds=_quantile(_missed_ttft, scene=scene, load=idle) if idle else math.inf,
         idle_itl_seconds=_itl_p95(scene, idle) if idle else math.inf,
         running=full.decoding + full.prefilling if full else 0.0,
+        binding=_binding(reachable, settings, rate),
     )
 
 
 def _worth(scene: Scenario, settings: BatchSettings) -> float:
     """What a request/s counts under these settings: less when a full batch breaks the ITL target, or for size."""
-    target = scene.targets.itl_seconds
+    target = scene.itl_seconds
     size = math.log2(settings.max_num_seqs * settings.max_num_batched_tokens)
     # Small chunks smooth the ITL; where that has no goal, prompts are better read in whole, one after the other.
     size += math.log2(settings.long_prefill_token_threshold) * (0.5 if target else -0.5)
-    excess = 1.0 if target is None or not scene.decode_steps else full_batch_itl_seconds(scene, settings) / target
+    excess = 1.0
+    if scene.prefers_safety and target is not None:
+        excess = full_batch_itl_seconds(scene, settings) / target
     return (1 - SIZE_BIAS * size) / math.pow(max(1.0, excess), FULL_BATCH_EXPONENT)
 
 
@@ -814,7 +977,8 @@ def _search(scene: Scenario, lattice: Lattice, *, present: BatchSettings) -> Bat
             faster = FASTER * largest
             if faster < _rate_bound(scene) and _meets(scene, settings, faster):
                 largest, fastest = _largest_rate(scene, settings, low=faster), settings
-        enough = max(SMALLEST_RATE_SHARE * _rate_bound(scene), RATE_KEPT * largest)
+        kept = RATE_KEPT if scene.prefers_safety else 1 / FASTER
+        enough = max(SMALLEST_RATE_SHARE * _rate_bound(scene), kept * largest)
         for settings in sorted(worth.keys() - too_slow, key=lambda settings: (-worth[settings], str(settings))):
             if _meets(scene, settings, enough):
                 best = settings
