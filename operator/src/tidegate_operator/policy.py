@@ -14,10 +14,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidegate_engine.steptime import StepModel
 from tidegate_operator import formula
 from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
-from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.capacity import Capacity, Scenario, capacity_of, scenario
 from tidegate_operator.formula import Needs, figure
+from tidegate_operator.goals import (
+    headroom_percent,
+    in_short,
+    judge,
+    pattern_targets_of,
+    prefers_safety,
+    targets_of,
+    worst_ratio,
+)
 from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
     Memory,
@@ -40,6 +50,7 @@ from tidegate_operator.observation import (
     Bottleneck,
     Decision,
     Demand,
+    EngineInfo,
     Limits,
     MetricsState,
     Observation,
@@ -117,7 +128,7 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     if fresh and observation.demand is not None:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:
-            scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
+            scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
     limits = limits_at(spec, observation.now, start_seconds=observation.start_seconds or UNKNOWN_START_SECONDS)
     tuning = tune(spec, observation, memory=memory, scene=scene, active=fresh and not spec.autoscaling.paused)
     return Context(
@@ -134,6 +145,12 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     )
 
 
+def scene_of(spec: Spec, engine: EngineInfo, *, model: StepModel, mix: Mix) -> Scenario | None:
+    """One replica under the mix, and all that was asked of it."""
+    scene = scenario(model, engine, mix=mix, targets=targets_of(spec), by_pattern=pattern_targets_of(spec))
+    return replace(scene, prefers_safety=prefers_safety(spec)) if scene else None
+
+
 def counts(spec: Spec, observation: Observation) -> dict[str, float]:
     """The pods, as every rule sees them."""
     ready = observation.count(ReplicaPhase.READY)
@@ -146,15 +163,6 @@ def counts(spec: Spec, observation: Observation) -> dict[str, float]:
         "lostReplicas": lost(spec, observation),
     }
     return {name: float(number) for name, number in found.items()}
-
-
-def targets_of(spec: Spec) -> Targets:
-    goals = spec.objectives
-    return Targets(
-        ttft_seconds=goals.ttft.seconds if goals.ttft else None,
-        itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
-        queue_seconds=goals.queue_time.seconds if goals.queue_time else None,
-    )
 
 
 def has_fresh_data(observation: Observation) -> bool:
@@ -244,7 +252,7 @@ def correct_by_measurement(context: Context) -> Context:
     enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
     if not settled or not enough or credited(context.spec, context.observation):
         return context
-    miss = worst_ratio(context.spec, demand, without=capacity.unreachable)
+    miss = worst_ratio(judge(context.spec, demand), without=capacity.unreachable)
     figures = figures_of(context, demand, capacity)
     estimate = formula.needs(figures)
     enough_seen = estimate is not None and estimate.up <= context.current
@@ -261,18 +269,6 @@ def _ready_times(observation: Observation) -> list[float]:
     return [replica.ready_at for replica in observation.replicas if replica.ready_at is not None]
 
 
-def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> float:
-    """The worst observed 95th percentile over its target; 0 when there is no target or nothing was observed."""
-    targets = targets_of(spec)
-    pairs = {
-        "ttft": (demand.ttft_p95_seconds, targets.ttft_seconds),
-        "itl": (demand.itl_p95_seconds, targets.itl_seconds),
-        "queue": (demand.queue_p95_seconds, targets.queue_seconds),
-    }
-    ratios = [seen / goal for name, (seen, goal) in pairs.items() if seen is not None and goal and name not in without]
-    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
-
-
 def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str, float]:
     """What the formula takes where a capacity is known: the arriving work, the backlog, what one replica carries."""
     spec, memory = context.spec, context.memory
@@ -285,10 +281,14 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "correction": memory.correction,
-        "headroomPercent": float(spec.autoscaling.headroom_percent),
+        "headroomPercent": headroom_percent(spec),
         "drainSeconds": drain,
         "replicasToFit": float(replicas_to_fit(context, demand)),
     }
+    floor = spec.objectives.output_tokens_per_second
+    answer = sum(cell.share * cell.osl for cell in context.mix.cells)
+    if floor is not None and answer > 0:
+        figures["floorPerSecond"] = floor / answer
     if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
         figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
     return {name: figure(value) for name, value in figures.items()}
@@ -347,14 +347,20 @@ def need_by_model(context: Context) -> Context:
         return context
     figures = figures_of(context, demand, capacity)
     needed = formula.needed(figures)
+    floor = figures.get("floorPerSecond", 0.0)
+    arriving = f"{figures['arrivalsPerSecond']:.3g}"
+    if floor > max(figures["arrivalsPerSecond"], figures.get("forecastPerSecond", 0.0)):
+        arriving = f"{floor:.3g} as outputTokensPerSecond asks"
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
     message = (
-        f"({figures['arrivalsPerSecond']:.3g} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
+        f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
         f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
         f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
-        message += f"; no number of replicas reaches the target for {', '.join(capacity.unreachable)}"
+        message += f"; no number of replicas reaches the target for {', '.join(map(in_short, capacity.unreachable))}"
+    elif capacity.binding:
+        message += f"; the goal for {in_short(capacity.binding)} binds"
     return _want(context, figures | {"needed": figure(needed)}, message=message)
 
 
@@ -374,7 +380,7 @@ def need_by_reaction(context: Context) -> Context:
         return context
     ready = max(1, context.observation.count(ReplicaPhase.READY))
     pressure = {
-        "targets": worst_ratio(context.spec, demand),
+        "targets": worst_ratio(judge(context.spec, demand)),
         "waiting": demand.waiting / max(1.0, 0.25 * ready * context.tuning.settings.max_num_seqs),
         "slots": demand.running / (FULL_SLOTS * ready * context.tuning.settings.max_num_seqs),
         "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
@@ -654,6 +660,7 @@ def conclude(context: Context) -> Decision:
         bounded_by=context.bounded_by,
         limits=context.limits if context.spec.autoscaling.mode in (ScalingMode.AUTO, ScalingMode.OBSERVE) else None,
         bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
+        binding=capacity.binding if capacity else "",
         mix=pattern_shares(context.mix, context.spec.patterns()),
         inputs=_inputs(context),
         settings_reason=tuning.reason or "",
