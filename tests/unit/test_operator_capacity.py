@@ -315,6 +315,13 @@ def test_prompts_crowd_near_saturation_as_the_scheduler_makes_them() -> None:
         assert predict(scene, batch, rate).ttft_p95_seconds == pytest.approx(seen.ttft_p95_seconds, rel=0.3)
 
 
+def test_whole_answers_take_as_long_as_the_scheduler_takes() -> None:
+    batch = BatchSettings(64, 2048, 512)
+    seen = measure(replica_of(batch), requests_of(CHAT, count=400, seed=7), rate=8.0)
+    predicted = predict(scene_of(CHAT), batch, 8.0).end_to_end_p95_seconds
+    assert predicted == pytest.approx(seen.end_to_end_p95_seconds, rel=0.15)
+
+
 def test_a_small_kv_pool_carries_what_the_scheduler_carries_with_its_preemptions() -> None:
     batch, targets = BatchSettings(128, 4096, 1024), Targets(3.0, 0.1)
     capacity = capacity_of(scene_of(REASONING, targets, kv_blocks=2_500), batch)

@@ -16,7 +16,7 @@ from tidegate_operator.goals import (
 )
 from tidegate_operator.observation import Demand
 
-CHAT = {"name": "Chat", "inputTokens": {"max": 1024}, "objectives": {"ttft": {"milliseconds": 500}}}
+CHAT: dict[str, object] = {"name": "Chat", "inputTokens": {"max": 1024}, "objectives": {"ttft": {"milliseconds": 500}}}
 DEMAND = Demand(
     window_seconds=60,
     sampled_at=0.0,

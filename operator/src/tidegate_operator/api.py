@@ -479,9 +479,6 @@ class LatencyObjectives(Part):
     inter_token_latency: Objective | None = Field(
         default=None, description="Goal for the time between two output tokens of a request."
     )
-    queue_time: Objective | None = Field(
-        default=None, description="Goal for the time that a request waits before its first step."
-    )
     end_to_end: Objective | None = Field(
         default=None, description="Goal for the time from the arrival of a request to its last token."
     )
@@ -490,6 +487,9 @@ class LatencyObjectives(Part):
 class Objectives(LatencyObjectives):
     model_config = ConfigDict(json_schema_extra=_rules(_ENDS_LAST))
 
+    queue_time: Objective | None = Field(
+        default=None, description="Goal for the time that a request waits before its first step."
+    )
     output_tokens_per_second: int | None = Field(
         default=None,
         ge=1,
@@ -514,10 +514,6 @@ class ClassObjectives(LatencyObjectives):
             (
                 "has(self.ttft) || has(self.interTokenLatency) || has(self.endToEnd)",
                 "trafficClasses.objectives: give ttft, interTokenLatency or endToEnd",
-            ),
-            (
-                "!has(self.queueTime)",
-                "trafficClasses.objectives: queueTime is of all requests; set objectives.queueTime",
             ),
         )
     )

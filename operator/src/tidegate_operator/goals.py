@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tidegate_operator.api import LatencyObjectives, Priority, Spec
+from tidegate_operator.api import LatencyObjectives, Objective, Priority, Spec
 from tidegate_operator.capacity import PatternTargets, Targets
 from tidegate_operator.demand import quantile
 from tidegate_operator.observation import Demand
@@ -47,7 +47,7 @@ def in_short(key: str) -> str:
 
 def targets_of(spec: Spec) -> Targets:
     """The goals of all requests whose class has none of its own."""
-    return _targets(spec.objectives)
+    return _targets(spec.objectives, spec.objectives.queue_time)
 
 
 def pattern_targets_of(spec: Spec) -> PatternTargets:
@@ -71,16 +71,16 @@ def headroom_percent(spec: Spec) -> float:
 
 
 def _inherited(own: LatencyObjectives, common: LatencyObjectives) -> LatencyObjectives:
-    given = {name: value for name in LatencyObjectives.model_fields if (value := getattr(own, name)) is not None}
-    shared = {name: getattr(common, name) for name in LatencyObjectives.model_fields}
-    return LatencyObjectives.model_construct(**(shared | given))
+    names = LatencyObjectives.model_fields
+    given = {name: value for name in names if (value := getattr(own, name) or getattr(common, name)) is not None}
+    return LatencyObjectives(**given)
 
 
-def _targets(goals: LatencyObjectives) -> Targets:
+def _targets(goals: LatencyObjectives, queue: Objective | None = None) -> Targets:
     return Targets(
         ttft_seconds=goals.ttft.seconds if goals.ttft else None,
         itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
-        queue_seconds=goals.queue_time.seconds if goals.queue_time else None,
+        queue_seconds=queue.seconds if queue else None,
         end_to_end_seconds=goals.end_to_end.seconds if goals.end_to_end else None,
     )
 
@@ -93,7 +93,7 @@ def goals_of(spec: Spec) -> tuple[Judged, ...]:
         found += [
             (f"ttft{of}", targets.ttft_seconds),
             (f"itl{of}", targets.itl_seconds),
-            (f"queue{of}", None if name else targets.queue_seconds),
+            (f"queue{of}", targets.queue_seconds),
             (f"endToEnd{of}", targets.end_to_end_seconds),
         ]
     return tuple(Judged(key, goal) for key, goal in found if goal is not None)

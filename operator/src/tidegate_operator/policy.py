@@ -60,6 +60,8 @@ from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, t
 
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
+TREND_REQUESTS, TREND_SECONDS = 20, 30.0
+"""So many arrivals, or a window of so long, tell a rate that replicas may be added for."""
 UNKNOWN_START_SECONDS = 30
 SHORTEST_DRAIN_SECONDS = 10
 FULL_SLOTS = 0.9
@@ -524,6 +526,17 @@ def limit_speed(context: Context) -> Context:
     return context
 
 
+def see_enough_first(context: Context) -> Context:
+    """Up only on a window that tells a rate: a few requests within seconds of the first sample are no trend."""
+    demand = context.observation.demand
+    if context.replicas <= context.current or demand is None:
+        return context
+    counted = sum(demand.arrivals_per_second.values()) * demand.window_seconds
+    if counted >= TREND_REQUESTS or demand.window_seconds >= TREND_SECONDS:
+        return context
+    return _bounded(_noted(context, "scaleUpLimit", context.current), context.current, rule="TooFewRequests")
+
+
 def _at_period_start(context: Context, period_seconds: float) -> int:
     recent = [scale for scale in context.memory.scales if scale.at > context.now - period_seconds]
     return context.current - sum(scale.after - scale.before for scale in recent)
@@ -621,6 +634,7 @@ RULES: tuple[Rule, ...] = (
     stabilise,
     wait_for_verification,
     limit_speed,
+    see_enough_first,
     ask_for_no_more_than_fits,
     note_what_is_held,
     keep_bounds,

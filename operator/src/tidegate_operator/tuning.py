@@ -35,6 +35,8 @@ SETTLE_SHARE, WATCH_TOLERANCE = 0.25, 0.2
 both, and what is best for their blend is best for neither."""
 MIN_GAIN_RATIO = 1.1
 """Predicted gain below which the settings stay: noise must not move them."""
+URGENT_GAIN_RATIO = 1.5
+"""Predicted gain for which a replica that cannot carry the load does not wait until the mix has settled."""
 MIN_REQUESTS = 10
 MIN_ANSWERS = 5
 """Requests that arrived, and that finished, in the window, below which the mix is too thin to act on."""
@@ -214,9 +216,11 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     now, memory = observation.now, tuning.memory
     memory = watch_mix(memory, moments_of(scene), now=now, full_window=demand.window_seconds >= WINDOW_SECONDS)
     tuning = replace(tuning, memory=memory)
-    if memory.watched_since is None or now < memory.watched_since + SETTLE_SHARE * demand.window_seconds:
-        return tuning
     if memory.changed_at is not None and now < memory.changed_at + spec.batching.min_interval_seconds:
+        return tuning
+    per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
+    is_settled = now >= (memory.watched_since or now) + SETTLE_SHARE * demand.window_seconds
+    if not is_settled and capacity_of(scene, tuning.settings).requests_per_second >= per_replica:
         return tuning
     late = late_per_replica(spec, demand)
     if late:
@@ -225,12 +229,13 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     if is_near(memory.settled, signature, tolerance=SETTLED_TOLERANCE):
         return tuning
     plan = best_settings(scene, spec.envelope(), present=tuning.settings)
+    if not is_settled and plan.gain_ratio < URGENT_GAIN_RATIO:
+        return tuning
     if plan.gain_ratio < MIN_GAIN_RATIO:
         return replace(tuning, memory=replace(memory, settled=signature))
     step = best_step(scene, plan.settings, present=tuning.settings, spec=spec)
     if step == tuning.settings:
         return replace(tuning, memory=replace(memory, settled=signature))
-    per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
     predicted = foresee(scene, present=tuning.settings, step=step, rate=per_replica)
     if late:
         predicted = foresee_drain(predicted, late=late, rate=per_replica)

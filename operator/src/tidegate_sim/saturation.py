@@ -45,6 +45,7 @@ class Seen:
     stall_seconds: float
     """The gap between two tokens that all but `STALL_SHARE` of them keep under."""
     queue_p95_seconds: float
+    end_to_end_p95_seconds: float
     preemptions: int
     carried: bool
 
@@ -54,6 +55,7 @@ class Seen:
             (self.itl_p95_seconds, targets.itl_seconds),
             (self.stall_seconds / STALL_FACTOR, targets.itl_seconds),
             (self.queue_p95_seconds, targets.queue_seconds),
+            (self.end_to_end_p95_seconds, targets.end_to_end_seconds),
         )
         return self.carried and all(goal is None or seen <= goal for seen, goal in pairs)
 
@@ -111,7 +113,7 @@ def measure(replica: Replica, requests: Sequence[tuple[float, int, int]], *, rat
             if upcoming == len(arrivals) // 2:
                 half_waiting = scheduler.waiting
             end_waiting = scheduler.waiting
-        if upcoming == len(arrivals) and all(request.first_token_at is not None for request in counted):
+        if upcoming == len(arrivals) and all(request.finished_at is not None for request in counted):
             break
         if not scheduler.has_work:
             now = arrivals[upcoming].arrival
@@ -128,6 +130,7 @@ def measure(replica: Replica, requests: Sequence[tuple[float, int, int]], *, rat
                 gaps.add(event[3], 1)
     ttfts = sorted((r.first_token_at or now) - r.arrival for r in counted)
     queued = sorted((r.scheduled_at or now) - r.arrival for r in counted)
+    whole = sorted((r.finished_at or now) - r.arrival for r in counted)
     # A queue that holds more than the slots would take and still grows will never be served in time.
     grows = end_waiting > 2 * half_waiting + replica.settings.max_num_seqs / 2 + 20
     rank = int(0.95 * (len(counted) - 1))
@@ -136,6 +139,7 @@ def measure(replica: Replica, requests: Sequence[tuple[float, int, int]], *, rat
         itl_p95_seconds=gaps.quantile(0.95),
         stall_seconds=gaps.quantile(1 - STALL_SHARE),
         queue_p95_seconds=queued[rank],
+        end_to_end_p95_seconds=whole[rank],
         preemptions=scheduler.preemptions["kv"],
         carried=not grows,
     )
