@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tidegate_engine.settings import BatchSettings, find_violation
 from tidegate_engine.steptime import load_profile
 from tidegate_operator.api import Spec, parse_spec
+from tidegate_operator.forecast import SLOT_SECONDS, SLOTS, Forecast, Record, dump_forecast
 from tidegate_operator.observation import (
     Action,
     Decision,
@@ -519,6 +520,111 @@ def test_a_pod_that_cannot_start_does_not_block_the_way_down(phase: ReplicaPhase
     spec = spec_of()
     observation = stuck(1, age=400, phase=phase, load=demand_of(0.01))
     assert decide(spec, observation, filled_memory(spec, observation)).replicas == 2
+
+
+@pytest.mark.parametrize("phase", [ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED])
+def test_one_more_is_asked_for_in_the_place_of_pods_that_do_not_come_up(phase: ReplicaPhase) -> None:
+    spec = spec_of()
+    decision = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 2.6)), {})
+    assert (decision.replicas, decision.wanted_replicas) == (4, 4)
+    assert decision.inputs["lostReplicas"] == 1
+    enough = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 1.9)), {})
+    assert enough.replicas == 3
+
+
+def test_a_crash_loop_of_every_new_pod_is_no_storm() -> None:
+    spec = spec_of(autoscaling={"maxReplicas": 40})
+    replicas = 2
+    memory: Mapping[str, object] = {}
+    for minute in range(30):
+        observation = stuck(replicas - 2, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 8), ready=2)
+        decision = decide(spec, replace(observation, now=NOW + 60 * minute), memory)
+        replicas, memory = decision.replicas, decision.memory
+    assert replicas == 9, "what the load needs, and one"
+
+
+def test_where_no_pod_of_the_version_serves_none_is_added_for_the_lost() -> None:
+    spec = spec_of()
+    observation = stuck(1, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 2.6))
+    old = replace(observation, replicas=tuple(replace(item, updated=False) for item in observation.replicas))
+    assert decide(spec, old, {}).replicas == 3
+
+
+@pytest.mark.parametrize(("age", "restarts", "expected"), [(60, 0, 3), (500, 0, 4), (500, 1, 3)])
+def test_a_starting_pod_is_credited_until_its_deadline_and_again_after_a_restart(
+    age: float, restarts: int, expected: int
+) -> None:
+    spec = spec_of()
+    observation = stuck(1, age=age, phase=ReplicaPhase.LOADING, load=at_capacity(spec, 2.6))
+    starting = replace(observation.replicas[2], restarts=restarts)
+    observation = replace(observation, replicas=(*observation.replicas[:2], starting))
+    assert decide(spec, observation, {}).replicas == expected
+
+
+# --- schedules, budgets, forecasts
+
+
+def test_a_schedule_raises_and_lowers_whatever_is_measured_and_says_which() -> None:
+    always = {"name": "launch", "startTime": "00:00", "endTime": "00:00"}
+    raised = spec_of(autoscaling={"schedules": [{**always, "minReplicas": 4}]})
+    for observation in (seen(demand_of(0.01), ready=2), seen(None, ready=2)):
+        decision = decide(raised, observation, {})
+        assert (decision.replicas, decision.reason) == (4, "Schedule")
+        assert "schedule launch: 4 to 10 replicas" in decision.message
+    lowered = spec_of(autoscaling={"schedules": [{**always, "maxReplicas": 3}]})
+    decision = decide(lowered, seen(at_capacity(spec_of(), 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1], decision.wanted_replicas) == (3, "Schedule", 9)
+
+
+def test_the_gpu_budget_bounds_the_replicas() -> None:
+    spec = spec_of(autoscaling={"maxGPUs": 7}, resources={"gpu": {"count": 2}})
+    decision = decide(spec, seen(at_capacity(spec, 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1]) == (3, "GPUBudget")
+    shared = decide(spec, seen(at_capacity(spec, 8.5), ready=2, granted_gpus=4), {})
+    assert (shared.replicas, shared.reason) == (2, "GPUShare")
+
+
+def foreseen_memory(spec: Spec, level: float, *, belief: float, step: float = 0.69) -> Mapping[str, object]:
+    """Memory of days on which the load moves, by default doubles, in the slot after this one."""
+    slot = int(NOW // SLOT_SECONDS)
+    forecast = Forecast(
+        level=level,
+        checked=slot,
+        steps=(((slot + 1) % SLOTS, step),),
+        records=(Record(belief), Record()),
+    )
+    first = decide(spec, seen(at_capacity(spec, 1.9), ready=2), {})
+    return {**first.memory, "forecast": dump_forecast(forecast)}
+
+
+def level_of(spec: Spec, load: Demand) -> float:
+    memory = decide(spec, seen(load, ready=2), {}).memory["forecast"]
+    assert isinstance(memory, dict)
+    return float(memory["level"])
+
+
+def test_a_believed_forecast_adds_replicas_before_the_load_is_there() -> None:
+    spec = spec_of()
+    load = at_capacity(spec, 1.9)
+    level = level_of(spec, load)
+    slow = seen(load, ready=2, start_seconds=300.0)
+    early = decide(spec, slow, foreseen_memory(spec, level, belief=0.9))
+    assert (early.replicas, early.reason) == (4, "LoadForeseen")
+    assert "by its season" in early.message
+    assert early.inputs["forecastPerSecond"] == pytest.approx(2 * early.inputs["arrivalsPerSecond"], rel=0.02)
+    doubted = decide(spec, slow, foreseen_memory(spec, level, belief=0.3))
+    assert doubted.replicas == 2 and "forecastPerSecond" not in doubted.inputs
+
+
+def test_a_forecast_never_takes_a_replica_away_and_keeps_those_that_it_will_need() -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    load = at_capacity(spec, 1.6)
+    observation = seen(load, ready=4, start_seconds=300.0)
+    level = level_of(spec, load)
+    assert decide(spec, observation, {}).wanted_replicas == 2
+    assert decide(spec, observation, foreseen_memory(spec, level, belief=0.9)).wanted_replicas == 4
+    falling = foreseen_memory(spec, level, belief=0.9, step=-1.0)
+    assert decide(spec, observation, falling).wanted_replicas == 2
 
 
 # --- settings

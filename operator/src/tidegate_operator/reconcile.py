@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tidegate_engine.settings import SettingsFile
@@ -43,6 +43,7 @@ from tidegate_operator.resources import (
     content_version,
     slim,
 )
+from tidegate_operator.shares import Claim, granted_gpus
 from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
@@ -110,6 +111,8 @@ class Installation:
 
     defaults: render.Defaults
     prometheus_url: str | None
+    gpu_budgets: Mapping[str, int] = field(default_factory=dict)
+    """Most GPUs for all objects together, by resource name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +270,35 @@ class Reconciler:
             ),
             rollout_in_progress=rollout_in_progress(deployment),
             spec_replicas=target.spec.replicas,
+            granted_gpus=self._granted_gpus(target, now),
             workload_reason=workload_reason,
             workload_message=workload_message,
         )
+
+    def _granted_gpus(self, target: Target, now: float) -> int | None:
+        """The object's share where the installation has a budget for its kind of GPU."""
+        gpu = target.spec.resources.gpu
+        budget = self._installation.gpu_budgets.get(gpu.resource_name)
+        if budget is None or gpu.count == 0:
+            return None
+        claims = filter(None, (self._claim(key, gpu.resource_name) for key in self._store.addresses(LLM_DEPLOYMENTS)))
+        return granted_gpus(f"{target.namespace}/{target.name}", claims, gpus=budget, now=now)
+
+    def _claim(self, key: Key, resource_name: str) -> Claim | None:
+        """What an object claims of a kind of GPU; None when nothing."""
+        seen = self._store.get(LLM_DEPLOYMENTS, key)
+        if seen is None or "deletionTimestamp" in seen["metadata"]:
+            return None
+        try:
+            spec = self._spec_of(key, seen)
+        except InvalidSpec:
+            return None
+        if spec.resources.gpu.resource_name != resource_name:
+            return None
+        deployment = self._store.get(DEPLOYMENTS, key)
+        held = 0 if deployment is None else int(deployment["spec"].get("replicas", 0))
+        wanted = seen["status"].get("autoscaling", {}).get("wantedReplicas")
+        return Claim(f"{key[0]}/{key[1]}", spec, held, wanted)
 
     def _own_deployment(self, target: Target) -> Manifest | None:
         deployment = self._store.get(DEPLOYMENTS, (target.namespace, target.name))
