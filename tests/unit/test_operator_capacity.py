@@ -322,6 +322,17 @@ def test_whole_answers_take_as_long_as_the_scheduler_takes() -> None:
     assert predicted == pytest.approx(seen.end_to_end_p95_seconds, rel=0.15)
 
 
+def test_a_prefix_that_all_prompts_share_is_worth_what_the_scheduler_saves() -> None:
+    batch, targets = BatchSettings(64, 4096, 1024), Targets(1.0, 0.05)
+    scene = scenario(H100.step, engine_of(H100.step), mix=mix_of(RAG, cached=0.75), targets=targets)
+    assert scene is not None
+    capacity = capacity_of(scene, batch)
+    requests = requests_of(RAG, count=300, seed=7)
+    low, high = capacity.requests_per_second / (1 + TOLERANCE), capacity.requests_per_second / (1 - TOLERANCE)
+    assert measure(replica_of(batch), requests, rate=low, shared_tokens=6000).meets(targets)
+    assert not measure(replica_of(batch), requests, rate=high, shared_tokens=6000).meets(targets)
+
+
 def test_a_small_kv_pool_carries_what_the_scheduler_carries_with_its_preemptions() -> None:
     batch, targets = BatchSettings(128, 4096, 1024), Targets(3.0, 0.1)
     capacity = capacity_of(scene_of(REASONING, targets, kv_blocks=2_500), batch)

@@ -93,14 +93,21 @@ def requests_of(lengths: Lengths, *, count: int, seed: int) -> tuple[tuple[float
     return tuple(rows)
 
 
-def measure(replica: Replica, requests: Sequence[tuple[float, int, int]], *, rate: float) -> Seen:
-    """Serve `requests` (of `requests_of`) at `rate` requests/s until all are done."""
-    pool = BlockPool(replica.kv_blocks, replica.block_tokens, prefix_caching=False)
+def measure(
+    replica: Replica, requests: Sequence[tuple[float, int, int]], *, rate: float, shared_tokens: int = 0
+) -> Seen:
+    """Serve `requests` (of `requests_of`) at `rate` requests/s until all are done.
+
+    `shared_tokens`: so many at the beginning of the prompts are the same for all, and come from the prefix cache.
+    """
+    pool = BlockPool(replica.kv_blocks, replica.block_tokens, prefix_caching=shared_tokens > 0)
     scheduler = Scheduler(replica.settings, pool, max_model_len=replica.max_model_len)
     arrivals, at = [], 0.0
     for index, (gap, isl, osl) in enumerate(requests):
         at += gap / rate
-        arrivals.append(Request(str(index), isl, osl, at))
+        shared = min(shared_tokens, isl) // replica.block_tokens
+        hashes = [f"shared {block}".encode() for block in range(shared)]
+        arrivals.append(Request(str(index), isl, osl, at, block_hashes=hashes))
     first = arrivals[int(len(arrivals) * WARM_UP_SHARE)].arrival
     last = arrivals[-1].arrival
     counted = [request for request in arrivals if request.arrival >= first]
