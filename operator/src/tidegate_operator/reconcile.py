@@ -182,7 +182,7 @@ class Reconciler:
             await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
-        observation = await self._observe(target, now=now)
+        observation = replace(await self._observe(target, now=now), granted_gpus=self._granted_gpus(target, now))
         memory = status.memory_of(previous)
         if observation.demand is None:
             decision = policy.decide(spec, observation, memory)
@@ -274,7 +274,6 @@ class Reconciler:
             ),
             rollout_in_progress=rollout_in_progress(deployment),
             spec_replicas=target.spec.replicas,
-            granted_gpus=self._granted_gpus(target, now),
             workload_reason=workload_reason,
             workload_message=workload_message,
         )
