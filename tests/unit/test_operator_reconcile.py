@@ -255,6 +255,7 @@ async def test_a_budget_of_gpus_bounds_an_object_by_what_the_others_claim() -> N
     other["spec"]["resources"] = {"gpu": {"resourceName": "amd.com/gpu"}}
     other["metadata"]["generation"] = 2
     world.store.put(LLM_DEPLOYMENTS, world.cluster.put("LLMDeployment", other))
+    world.now += 5
     await world.run()
     assert world.cluster.stored("Deployment")["spec"]["replicas"] == 6, "another kind of GPU is no matter"
 

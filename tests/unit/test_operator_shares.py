@@ -16,7 +16,7 @@ def claim(name: str, *, held: int, wanted: int | None, gpus: int = 1, **autoscal
 
 
 def shares(*claims: Claim, gpus: int) -> list[int]:
-    return [granted_gpus(item.name, claims, gpus=gpus, now=NOW) for item in claims]
+    return list(granted_gpus(claims, gpus=gpus, now=NOW).values())
 
 
 def test_spare_gpus_are_open_to_all() -> None:

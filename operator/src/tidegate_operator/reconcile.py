@@ -53,6 +53,9 @@ SCHEDULING_SECONDS = 600.0
 IDLE_RECHECK_SECONDS = 60.0
 """Without a ready pod there is nothing to measure: the watches bring what matters."""
 
+SHARES_SECONDS = 5.0
+"""Shares of a GPU budget hold so long: they are everybody's, and with many objects too dear for every pass."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,6 +149,7 @@ class Reconciler:
         self._applied: dict[Key, dict[str, tuple[str, str]]] = {}
         self._specs: dict[Key, tuple[str, int, Spec]] = {}
         self._settled: dict[Key, _Settled] = {}
+        self._shares: dict[str, tuple[float, dict[str, int]]] = {}
         self._events = EventBudget()
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -178,7 +182,7 @@ class Reconciler:
             await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
-        observation = await self._observe(target, now=now)
+        observation = replace(await self._observe(target, now=now), granted_gpus=self._granted_gpus(target, now))
         memory = status.memory_of(previous)
         if observation.demand is None:
             decision = policy.decide(spec, observation, memory)
@@ -270,7 +274,6 @@ class Reconciler:
             ),
             rollout_in_progress=rollout_in_progress(deployment),
             spec_replicas=target.spec.replicas,
-            granted_gpus=self._granted_gpus(target, now),
             workload_reason=workload_reason,
             workload_message=workload_message,
         )
@@ -281,8 +284,14 @@ class Reconciler:
         budget = self._installation.gpu_budgets.get(gpu.resource_name)
         if budget is None or gpu.count == 0:
             return None
-        claims = filter(None, (self._claim(key, gpu.resource_name) for key in self._store.addresses(LLM_DEPLOYMENTS)))
-        return granted_gpus(f"{target.namespace}/{target.name}", claims, gpus=budget, now=now)
+        name = f"{target.namespace}/{target.name}"
+        at, shares = self._shares.get(gpu.resource_name, (0.0, {}))
+        if name not in shares or not 0 <= now - at < SHARES_SECONDS:
+            keys = self._store.addresses(LLM_DEPLOYMENTS)
+            claims = filter(None, (self._claim(key, gpu.resource_name) for key in keys))
+            shares = granted_gpus(claims, gpus=budget, now=now)
+            self._shares[gpu.resource_name] = now, shares
+        return shares.get(name)
 
     def _claim(self, key: Key, resource_name: str) -> Claim | None:
         """What an object claims of a kind of GPU; None when nothing."""

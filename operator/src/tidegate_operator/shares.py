@@ -1,7 +1,7 @@
-"""One object's share of the GPUs that an installation may use: what everybody claims, put to `allocate`.
+"""Everybody's share of the GPUs that an installation may use: what each object claims, put to `allocate`.
 
 Pure. Only an object that the operator scales and measures gives way; what others decide, or what is paused, is as it
-is. Called by `reconcile` for each object in turn: all reckon with the same claims, so all come to the same shares.
+is. Called by `reconcile`.
 """
 
 from collections.abc import Iterable
@@ -24,15 +24,15 @@ class Claim:
     """What its load asked for when it was looked at last; None when unknown."""
 
 
-def granted_gpus(name: str, claims: Iterable[Claim], *, gpus: int, now: float) -> int:
-    """GPUs that the object `name` may take of `gpus`: its share, and what nobody wants.
+def granted_gpus(claims: Iterable[Claim], *, gpus: int, now: float) -> dict[str, int]:
+    """GPUs of `gpus` that each object may take, by name: its share, and what nobody wants.
 
     The spare ones are open to all, since a load that rises now has not been claimed yet.
     """
     wants = [_want(claim, now) for claim in claims]
     grants = allocate(wants, gpus)
-    size = next(want.gpus_per_replica for want in wants if want.name == name)
-    return grants[name] * size + spare_gpus(wants, grants, gpus)
+    spare = spare_gpus(wants, grants, gpus)
+    return {want.name: grants[want.name] * want.gpus_per_replica + spare for want in wants}
 
 
 def _want(claim: Claim, now: float) -> Want:
