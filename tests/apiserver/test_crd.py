@@ -49,6 +49,36 @@ BAD_SPECS: list[tuple[str, dict[str, Any], str]] = [
         spec(autoscaling={"minReplicas": 5, "maxReplicas": 4}),
         "autoscaling.minReplicas must not be above autoscaling.maxReplicas",
     ),
+    (
+        "a schedule without bounds",
+        spec(autoscaling={**AUTO, "schedules": [{"name": "day", "startTime": "08:00", "endTime": "18:00"}]}),
+        "autoscaling.schedules: give minReplicas, maxReplicas or both",
+    ),
+    (
+        "a schedule above the maximum",
+        spec(
+            autoscaling={
+                **AUTO,
+                "schedules": [{"name": "day", "startTime": "08:00", "endTime": "18:00", "minReplicas": 5}],
+            }
+        ),
+        "autoscaling.schedules: minReplicas must not be above maxReplicas",
+    ),
+    (
+        "a schedule at no time",
+        spec(
+            autoscaling={
+                **AUTO,
+                "schedules": [{"name": "day", "startTime": "8", "endTime": "24:00", "minReplicas": 2}],
+            }
+        ),
+        "spec.autoscaling.schedules[0].startTime",
+    ),
+    (
+        "a budget below the minimum",
+        spec(autoscaling={**AUTO, "minReplicas": 3, "maxGPUs": 5}, resources={"gpu": {"count": 2}}),
+        "autoscaling.maxGPUs must not be below autoscaling.minReplicas times resources.gpu.count",
+    ),
     ("no replica at least", spec(autoscaling={"minReplicas": 0, "maxReplicas": 4}), "greater than or equal to 1"),
     ("an unknown mode", spec(autoscaling={**AUTO, "mode": "Turbo"}), 'Unsupported value: "Turbo"'),
     ("a negative number of replicas", spec(replicas=-1), "spec.replicas: Invalid value: -1"),
@@ -94,6 +124,18 @@ BAD_SPECS: list[tuple[str, dict[str, Any], str]] = [
         "batching.maxSequences.initial must not be above batching.maxBatchedTokens.initial",
     ),
     ("another percentile", spec(objectives={"ttft": {"percentile": 99, "milliseconds": 500}}), "Unsupported value: 99"),
+    (
+        "a whole answer before its first token",
+        spec(objectives={"ttft": {"milliseconds": 900}, "endToEnd": {"milliseconds": 800}}),
+        "objectives: endToEnd must not be below ttft",
+    ),
+    ("a floor of nothing", spec(objectives={"outputTokensPerSecond": 0}), "spec.objectives.outputTokensPerSecond"),
+    ("an unknown priority", spec(objectives={"priority": "Speed"}), 'Unsupported value: "Speed"'),
+    (
+        "a class with goals but none",
+        spec(trafficClasses=[{"name": "a", "objectives": {}}]),
+        "trafficClasses.objectives: give ttft, interTokenLatency or endToEnd",
+    ),
     ("a goal without a time", spec(objectives={"ttft": {}}), "spec.objectives.ttft.milliseconds: Required value"),
     (
         "an empty class",
@@ -228,6 +270,18 @@ ODD_BUT_GOOD: list[tuple[str, dict[str, Any]]] = [
     ("none at all", spec(replicas=0)),
     ("one file of an image", {"model": {"uri": "oci://registry.example:5000/models/m@sha256:abc#m.Q4_1.gguf"}}),
     ("the modelled engine", spec(engine={"args": ["--runner=modelled", "--profile=l4"]})),
+    (
+        "goals of every kind",
+        spec(
+            objectives={
+                "ttft": {"milliseconds": 500},
+                "endToEnd": {"milliseconds": 9000},
+                "outputTokensPerSecond": 4000,
+                "priority": "Cost",
+            },
+            trafficClasses=[{"name": "chat", "objectives": {"interTokenLatency": {"milliseconds": 30}}}],
+        ),
+    ),
     ("quantities as numbers", spec(resources={"limits": {"cpu": 2, "memory": "1.5Gi"}, "gpu": {"count": 0}})),
 ]
 
@@ -313,6 +367,10 @@ def without_description(schema: dict[str, Any], path: str) -> Iterator[str]:
         ("spec.autoscaling.behavior.scaleDown.policies.periodSeconds", "Length of the period."),
         ("spec.podTemplate.volumes.persistentVolumeClaim.claimName", "Name of the PersistentVolumeClaim"),
         ("status.autoscaling.lastDecision.bottleneck", "What is scarcest"),
+        ("status.autoscaling.lastDecision.binding", "Goal that limits a replica"),
+        ("spec.objectives.priority", "What wins where goals leave a choice"),
+        ("spec.objectives.outputTokensPerSecond", "all replicas together"),
+        ("spec.trafficClasses.objectives", "Goals of this class in place of the object's"),
     ],
 )
 def test_explain_says_what_a_field_is_for(control_plane: cluster.Cluster, path: str, words: str) -> None:

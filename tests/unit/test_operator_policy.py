@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.settings import BatchSettings, find_violation
-from tidegate_engine.steptime import load_profile
+from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.api import Spec, parse_spec
+from tidegate_operator.forecast import SLOT_SECONDS, SLOTS, Forecast, Record, dump_forecast
+from tidegate_operator.memory import dump_memory, load_memory
 from tidegate_operator.observation import (
     Action,
     Decision,
@@ -40,6 +43,7 @@ ENGINE = EngineInfo(
     step_model_residual_ratio=0.01,
     step_model_samples=1000,
 )
+EXAMPLES = 600 if os.environ.get("TIDEGATE_PROVE") else 40
 FIXED = {"batching": {"mode": "Fixed"}}
 
 
@@ -521,6 +525,117 @@ def test_a_pod_that_cannot_start_does_not_block_the_way_down(phase: ReplicaPhase
     assert decide(spec, observation, filled_memory(spec, observation)).replicas == 2
 
 
+@pytest.mark.parametrize("phase", [ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED])
+def test_one_more_is_asked_for_in_the_place_of_pods_that_do_not_come_up(phase: ReplicaPhase) -> None:
+    spec = spec_of()
+    decision = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 2.6)), {})
+    assert (decision.replicas, decision.wanted_replicas) == (4, 4)
+    assert decision.inputs["lostReplicas"] == 1
+    enough = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 1.9)), {})
+    assert enough.replicas == 3
+
+
+def test_a_crash_loop_of_every_new_pod_is_no_storm() -> None:
+    spec = spec_of(autoscaling={"maxReplicas": 40})
+    replicas = 2
+    memory: Mapping[str, object] = {}
+    for minute in range(30):
+        observation = stuck(replicas - 2, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 8), ready=2)
+        decision = decide(spec, replace(observation, now=NOW + 60 * minute), memory)
+        replicas, memory = decision.replicas, decision.memory
+    assert replicas == 9, "what the load needs, and one"
+
+
+def test_where_no_pod_of_the_version_serves_none_is_added_for_the_lost() -> None:
+    spec = spec_of()
+    observation = stuck(1, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 2.6))
+    old = replace(observation, replicas=tuple(replace(item, updated=False) for item in observation.replicas))
+    assert decide(spec, old, {}).replicas == 3
+
+
+@pytest.mark.parametrize(("age", "restarts", "expected"), [(60, 0, 3), (500, 0, 4), (500, 1, 3)])
+def test_a_starting_pod_is_credited_until_its_deadline_and_again_after_a_restart(
+    age: float, restarts: int, expected: int
+) -> None:
+    spec = spec_of()
+    observation = stuck(1, age=age, phase=ReplicaPhase.LOADING, load=at_capacity(spec, 2.6))
+    starting = replace(observation.replicas[2], restarts=restarts)
+    observation = replace(observation, replicas=(*observation.replicas[:2], starting))
+    assert decide(spec, observation, {}).replicas == expected
+
+
+# --- schedules, budgets, forecasts
+
+
+def test_a_schedule_raises_and_lowers_whatever_is_measured_and_says_which() -> None:
+    always = {"name": "launch", "startTime": "00:00", "endTime": "00:00"}
+    raised = spec_of(autoscaling={"schedules": [{**always, "minReplicas": 4}]})
+    for observation in (seen(demand_of(0.01), ready=2), seen(None, ready=2)):
+        decision = decide(raised, observation, {})
+        assert (decision.replicas, decision.reason) == (4, "Schedule")
+        assert "schedule launch: 4 to 10 replicas" in decision.message
+    lowered = spec_of(autoscaling={"schedules": [{**always, "maxReplicas": 3}]})
+    decision = decide(lowered, seen(at_capacity(spec_of(), 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1], decision.wanted_replicas) == (3, "Schedule", 9)
+
+
+def test_the_gpu_budget_bounds_the_replicas() -> None:
+    spec = spec_of(autoscaling={"maxGPUs": 7}, resources={"gpu": {"count": 2}})
+    decision = decide(spec, seen(at_capacity(spec, 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1]) == (3, "GPUBudget")
+    shared = decide(spec, seen(at_capacity(spec, 8.5), ready=2, granted_gpus=4), {})
+    assert (shared.replicas, shared.reason) == (2, "GPUShare")
+
+
+def foreseen_forecast(
+    level: float, *, belief: float, step: float = 0.69, at: float = NOW
+) -> dict[str, dict[str, object]]:
+    """Part of a memory: days on which the load moves, by default doubles, in the slot after `at`."""
+    slot = int(at // SLOT_SECONDS)
+    forecast = Forecast(
+        level=level,
+        checked=slot,
+        steps=(((slot + 1) % SLOTS, step),),
+        records=(Record(belief), Record()),
+    )
+    return {"forecast": dump_forecast(forecast)}
+
+
+def foreseen_memory(spec: Spec, level: float, *, belief: float, step: float = 0.69) -> Mapping[str, object]:
+    first = decide(spec, seen(at_capacity(spec, 1.9), ready=2), {})
+    return {**first.memory, **foreseen_forecast(level, belief=belief, step=step)}
+
+
+def level_of(spec: Spec, load: Demand) -> float:
+    memory = decide(spec, seen(load, ready=2), {}).memory["forecast"]
+    assert isinstance(memory, dict)
+    return float(memory["level"])
+
+
+def test_a_believed_forecast_adds_replicas_before_the_load_is_there() -> None:
+    spec = spec_of()
+    load = at_capacity(spec, 1.9)
+    level = level_of(spec, load)
+    slow = seen(load, ready=2, start_seconds=300.0)
+    early = decide(spec, slow, foreseen_memory(spec, level, belief=0.9))
+    assert (early.replicas, early.reason) == (4, "LoadForeseen")
+    assert "by its season" in early.message
+    assert early.inputs["forecastPerSecond"] == pytest.approx(2 * early.inputs["arrivalsPerSecond"], rel=0.02)
+    doubted = decide(spec, slow, foreseen_memory(spec, level, belief=0.3))
+    assert doubted.replicas == 2 and "forecastPerSecond" not in doubted.inputs
+
+
+def test_a_forecast_never_takes_a_replica_away_and_keeps_those_that_it_will_need() -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    load = at_capacity(spec, 1.6)
+    observation = seen(load, ready=4, start_seconds=300.0)
+    level = level_of(spec, load)
+    assert decide(spec, observation, {}).wanted_replicas == 2
+    assert decide(spec, observation, foreseen_memory(spec, level, belief=0.9)).wanted_replicas == 4
+    falling = foreseen_memory(spec, level, belief=0.9, step=-1.0)
+    assert decide(spec, observation, falling).wanted_replicas == 2
+
+
 # --- settings
 
 
@@ -684,6 +799,134 @@ def test_replicas_do_not_go_down_while_settings_are_verified() -> None:
     assert decide(spec, replace(applied, now=NOW + 61), during.memory).replicas < 8
 
 
+def test_a_mix_that_is_still_changing_is_waited_for() -> None:
+    spec = tuned_spec()
+    first = decide(spec, seen(demand_of(2, osl=16), ready=2), {})
+    settings = first.settings
+    changing = running_on(seen(demand_of(2, **LONG_ANSWERS), ready=2), first)
+    at_once = decide(spec, replace(changing, now=NOW + 40), first.memory)
+    assert at_once.settings == settings
+    later = decide(spec, replace(changing, now=NOW + 60), at_once.memory)
+    assert later.reason == "RetunedForMix"
+
+
+def test_settings_that_cannot_carry_the_load_do_not_wait_for_the_mix_to_settle() -> None:
+    spec = tuned_spec()
+    first = decide(spec, seen(demand_of(6, osl=16), ready=1), {})
+    flooded = running_on(seen(demand_of(6, osl=1024), ready=1), first)
+    assert decide(spec, replace(flooded, now=NOW + 40), first.memory).settings_reason == "RetunedForMix"
+
+
+def test_in_a_backlog_settings_are_chosen_to_drain_it_and_no_steady_latency_is_promised() -> None:
+    spec = tuned_spec(maxSequences={"initial": 8})
+    waiting = demand_of(4, waiting=300.0, running=16.0, ttft_p95_seconds=23.0, **LONG_ANSWERS)
+    decision = decide(spec, seen(waiting, ready=2), {})
+    assert decision.settings_reason == "RetunedForMix"
+    assert "late requests a replica drain in" in decision.settings_message
+    assert "TTFT" not in decision.settings_message
+    assert decision.inputs["trial_predicted_drain_seconds"] > 1
+
+
+def test_longer_waits_while_a_backlog_drains_do_not_roll_settings_back() -> None:
+    spec = tuned_spec(maxSequences={"initial": 8}, verificationSeconds=60)
+    waiting = demand_of(4, waiting=300.0, running=16.0, ttft_p95_seconds=8.0, **LONG_ANSWERS)
+    changed = decide(spec, seen(waiting, ready=2), {})
+    still = running_on(seen(replace(waiting, waiting=200.0, ttft_p95_seconds=10.0), ready=2), changed)
+    judged = decide(spec, replace(still, now=NOW + 61), changed.memory)
+    assert judged.settings == changed.settings
+    slower = running_on(seen(replace(waiting, ttft_p95_seconds=10.0, itl_p95_seconds=0.5), ready=2), changed)
+    assert decide(spec, replace(slower, now=NOW + 61), changed.memory).settings_reason == "SettingsRolledBack"
+
+
+@pytest.mark.parametrize(("window_seconds", "grows"), [(3.0, False), (35.0, True)])
+def test_few_requests_right_after_the_first_samples_add_no_replica(window_seconds: float, grows: bool) -> None:
+    spec = spec_of()
+    rate = capacity_of_one(spec_of(objectives={"ttft": {"milliseconds": 1000}})) * 1.5
+    few = demand_of(5 / 3.0 if not grows else rate, isl=16384, osl=1024, window_seconds=window_seconds)
+    decision = decide(spec, seen(few, ready=1), {})
+    assert decision.wanted_replicas is not None and decision.wanted_replicas > 1
+    assert (decision.replicas > 1) == grows
+    assert ("TooFewRequests" in decision.bounded_by) == (not grows)
+
+
+# --- objectives
+
+
+def with_two_patterns(rate: float) -> Demand:
+    """Half short questions with long answers, half long prompts with short answers."""
+    return replace(
+        demand_of(rate),
+        arrivals_per_second={64: rate / 2, 4096: rate / 2},
+        finished_per_second={(64, 256): rate / 2, (4096, 64): rate / 2},
+    )
+
+
+def class_spec(mode: str = "Auto", **objectives: Any) -> Spec:
+    """A class of each pattern; `objectives` of either by name."""
+    classes = [
+        {"name": "Answers", "inputTokens": {"max": 1024}},
+        {"name": "Documents", "inputTokens": {"min": 1024}},
+    ]
+    return spec_of(
+        batching={"mode": mode},
+        objectives={"ttft": {"milliseconds": 4000}, "interTokenLatency": {"milliseconds": 200}},
+        trafficClasses=[
+            item | {"objectives": objectives[str(item["name"])]} if item["name"] in objectives else item
+            for item in classes
+        ],
+    )
+
+
+def test_the_plan_follows_the_pattern_that_binds_and_the_decision_says_which() -> None:
+    observation = seen(with_two_patterns(4.0), ready=2)
+    hurried = decide(class_spec(Documents={"ttft": {"milliseconds": 500}}), observation, {})
+    smooth = decide(class_spec(Answers={"interTokenLatency": {"milliseconds": 20}}), observation, {})
+    assert hurried.binding == "ttft:Documents" and "ttft of Documents binds" in hurried.message
+    kept = decide(class_spec("Fixed", Answers={"interTokenLatency": {"milliseconds": 30}}), observation, {})
+    assert kept.binding == "itl:Answers" and "itl of Answers binds" in kept.message
+    assert hurried.settings.long_prefill_token_threshold > smooth.settings.long_prefill_token_threshold
+    assert smooth.inputs["capacityPerReplica"] != hurried.inputs["capacityPerReplica"]
+
+
+def test_feedback_works_on_the_pattern_that_misses_its_goal() -> None:
+    spec = class_spec("Fixed", Documents={"ttft": {"milliseconds": 900}})
+    observed = {
+        ("ttft", "Documents"): {4.0: 0.0, 6.3: 1.0, math.inf: 1.0},
+        ("ttft", "Answers"): {0.1: 0.0, 0.16: 1.0, math.inf: 1.0},
+    }
+    calm = seen(with_two_patterns(2.5), ready=1)
+    missed = seen(replace(with_two_patterns(2.5), finished_buckets=observed), ready=1)
+    assert decide(spec, calm, {}).replicas == 1
+    decision = decide(spec, missed, {})
+    assert decision.replicas > 1 and decision.reason == "TargetMissed"
+
+
+def test_a_goal_for_whole_answers_needs_more_replicas_than_one_for_first_tokens() -> None:
+    load = demand_of(6.0, isl=256, osl=256)
+    first = decide(spec_of(), seen(load, ready=1), {})
+    whole = decide(spec_of(objectives={"endToEnd": {"milliseconds": 6000}}), seen(load, ready=1), {})
+    assert whole.inputs["capacityPerReplica"] < first.inputs["capacityPerReplica"]
+    assert whole.binding == "endToEnd"
+
+
+def test_a_floor_of_tokens_keeps_replicas_that_the_load_does_not_ask_for() -> None:
+    load = demand_of(0.5, isl=256, osl=256)
+    spec = spec_of(objectives={"outputTokensPerSecond": 20_000})
+    decision = decide(spec, seen(load, ready=1), {})
+    assert decision.replicas > decide(spec_of(), seen(load, ready=1), {}).replicas
+    assert "as outputTokensPerSecond asks" in decision.message
+    tokens = decision.inputs["floorPerSecond"] * 256
+    assert tokens == pytest.approx(20_000, rel=0.6), "in requests of the length that is seen"
+
+
+def test_priority_cost_takes_no_replica_for_the_headroom() -> None:
+    spec = spec_of(autoscaling={"headroomPercent": 40})
+    load = demand_of(1.5 * capacity_of_one(spec))
+    thrifty = spec_of(autoscaling={"headroomPercent": 40}, objectives={"priority": "Cost"})
+    assert decide(spec, seen(load, ready=1), {}).replicas == 3
+    assert decide(thrifty, seen(load, ready=1), {}).replicas == 2
+
+
 # --- properties
 
 
@@ -789,3 +1032,126 @@ def test_the_order_of_the_series_does_not_matter() -> None:
         finished_per_second=dict(reversed(cells.items())),
     )
     assert decide(SPEC, seen(one, ready=2), {}) == decide(SPEC, seen(other, ready=2), {})
+
+
+DAY_SECONDS = 86_400
+levels = st.floats(-4, 1)
+"""Of a forecast: the load of a tenth of a replica to that of ten."""
+steps_of = st.lists(st.tuples(observations(), st.floats(1, 900)), min_size=1, max_size=8)
+
+
+def lived(spec: Spec, steps: list[tuple[Observation, float]], *, start: float = NOW) -> list[Decision]:
+    """Decisions one after the other, from the first one's empty memory."""
+    decisions: list[Decision] = []
+    now, memory = start, dict[str, object]()
+    for observation, delay in steps:
+        now += delay
+        decisions.append(decide(spec, moved(observation, now - NOW), memory))
+        memory = dict(decisions[-1].memory)
+    return decisions
+
+
+def moved(observation: Observation, seconds: float) -> Observation:
+    """The same so much later."""
+    replicas = tuple(
+        replace(
+            item,
+            created_at=item.created_at + seconds,
+            ready_at=None if item.ready_at is None else item.ready_at + seconds,
+        )
+        for item in observation.replicas
+    )
+    return replace(observation, now=observation.now + seconds, replicas=replicas)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of)
+def test_a_restart_between_any_two_decisions_changes_none_of_them(steps: list[tuple[Observation, float]]) -> None:
+    now, memory = NOW, dict[str, object]()
+    for (observation, delay), expected in zip(steps, lived(SPEC, steps), strict=True):
+        now += delay
+        decision = decide(SPEC, moved(observation, now - NOW), memory)
+        assert decision == expected
+        memory = json.loads(json.dumps(dump_memory(load_memory(decision.memory))))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of, st.integers(1, 400))
+def test_the_day_on_which_it_happens_does_not_matter(steps: list[tuple[Observation, float]], days: int) -> None:
+    whole = [(observation, float(round(delay))) for observation, delay in steps]
+    one, other = lived(SPEC, whole), lived(SPEC, whole, start=NOW + days * DAY_SECONDS)
+    for mine, theirs in zip(one, other, strict=True):
+        assert (mine.replicas, mine.reason, mine.settings, mine.inputs) == (
+            theirs.replicas,
+            theirs.reason,
+            theirs.settings,
+            theirs.inputs,
+        )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    steps_of,
+    rates,
+    rates,
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.9]),
+    levels,
+)
+def test_more_load_never_gives_fewer_replicas_whatever_came_before(
+    steps: list[tuple[Observation, float]], first: float, second: float, ready: int, belief: float, level: float
+) -> None:
+    spec = spec_of()
+    last = lived(spec, steps)[-1]
+    low, high = sorted((first, second))
+    later = NOW + sum(delay for _, delay in steps) + 15
+    memory = {**last.memory, **foreseen_forecast(level, belief=belief, at=later)}
+    fewer, more = (decide(spec, moved(seen(demand_of(rate), ready=ready), later - NOW), memory) for rate in (low, high))
+    assert more.replicas >= fewer.replicas
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of, rates, st.integers(1, 8), st.sampled_from([0.0, 0.9]), levels)
+def test_a_forecast_never_gives_fewer_replicas_than_none(
+    steps: list[tuple[Observation, float]], rate: float, ready: int, belief: float, level: float
+) -> None:
+    spec = spec_of()
+    last = lived(spec, steps)[-1]
+    later = NOW + sum(delay for _, delay in steps) + 15
+    observation = moved(seen(demand_of(rate), ready=ready, start_seconds=300.0), later - NOW)
+    plain = {name: value for name, value in last.memory.items() if name != "forecast"}
+    without = decide(spec, observation, plain)
+    with_it = decide(spec, observation, {**plain, **foreseen_forecast(level, belief=belief, at=later)})
+    assert with_it.replicas >= without.replicas
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(rates, st.integers(2, 8), st.integers(1, 7))
+def test_pods_that_are_not_seen_never_let_more_go(rate: float, ready: int, unseen: int) -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    demand = demand_of(rate, pods_covered=ready)
+    partly = replace(demand, pods_covered=max(1, ready - unseen))
+    assert decide(spec, seen(partly, ready=ready), {}).replicas >= decide(spec, seen(demand, ready=ready), {}).replicas
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.floats(0.5, 60), st.sampled_from([0.5, 2.0, 4.0]), st.sampled_from([(256, 64), (2048, 32), (64, 512)]))
+def test_a_world_that_runs_slower_needs_as_many_replicas_for_as_much_less(
+    rate: float, slower: float, lengths: tuple[int, int]
+) -> None:
+    """Every time times a factor, every rate over it: steps, targets, window and start."""
+    isl, osl = lengths
+    model = StepModel(
+        **{name: value * (slower if name.endswith("_seconds") else 1) for name, value in H100.step.as_dict().items()}
+    )
+    targets = {"ttft": {"milliseconds": 2000}, "interTokenLatency": {"milliseconds": 100}}
+    slow_targets = {name: {"milliseconds": int(goal["milliseconds"] * slower)} for name, goal in targets.items()}
+    plain = decide(spec_of(objectives=targets), seen(demand_of(rate, isl=isl, osl=osl), ready=2), {})
+    observation = seen(
+        demand_of(rate / slower, isl=isl, osl=osl, window_seconds=60 * slower),
+        ready=2,
+        engine=replace(ENGINE, step_model=model),
+        start_seconds=20 * slower,
+    )
+    slow = decide(spec_of(objectives=slow_targets), observation, {})
+    assert slow.inputs["needed"] == pytest.approx(plain.inputs["needed"], rel=0.03)

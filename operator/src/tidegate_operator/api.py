@@ -8,9 +8,10 @@ Read by `policy`, `render`, `status` and the shell.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 
@@ -137,6 +138,12 @@ class SelectPolicy(StrEnum):
 class PolicyType(StrEnum):
     PODS = "Pods"
     PERCENT = "Percent"
+
+
+class Priority(StrEnum):
+    LATENCY = "Latency"
+    THROUGHPUT = "Throughput"
+    COST = "Cost"
 
 
 class OnMissingPolicy(StrEnum):
@@ -430,8 +437,11 @@ class Batching(Part):
         description="Prompt tokens of one request that one step takes at most. Default: 256 to 8192, initial 1024.",
         json_schema_extra=_range_rules("prefillChunkTokens", 256, 8192),
     )
-    max_step_percent: int = Field(
-        default=50, ge=1, le=400, description="Largest change of a setting at once, in percent of its value."
+    max_step_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=400,
+        description="Largest change of a setting at once, in percent of its value. No limit when absent.",
     )
     min_interval_seconds: int = Field(
         default=30, ge=1, le=3600, description="Shortest time between two changes of the settings."
@@ -456,15 +466,56 @@ class Objective(Part):
         return self.milliseconds / 1000
 
 
-class Objectives(Part):
+_ENDS_LAST = (
+    "!has(self.ttft) || !has(self.endToEnd) || self.ttft.milliseconds <= self.endToEnd.milliseconds",
+    "objectives: endToEnd must not be below ttft",
+)
+
+
+class LatencyObjectives(Part):
     ttft: Objective | None = Field(
         default=None, description="Goal for the time from the arrival of a request to its first token."
     )
     inter_token_latency: Objective | None = Field(
         default=None, description="Goal for the time between two output tokens of a request."
     )
+    end_to_end: Objective | None = Field(
+        default=None, description="Goal for the time from the arrival of a request to its last token."
+    )
+
+
+class Objectives(LatencyObjectives):
+    model_config = ConfigDict(json_schema_extra=_rules(_ENDS_LAST))
+
     queue_time: Objective | None = Field(
         default=None, description="Goal for the time that a request waits before its first step."
+    )
+    output_tokens_per_second: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000_000,
+        description="Output tokens a second that all replicas together must be able to give, whatever arrives.",
+    )
+    priority: Priority = Field(
+        default=Priority.LATENCY,
+        description=(
+            "What wins where goals leave a choice. Latency: batch settings that bear an overload, for up to a twentieth"
+            " of the rate. Throughput: those of the largest rate. Cost: these, and no replica for headroomPercent."
+        ),
+    )
+
+
+class ClassObjectives(LatencyObjectives):
+    """Goals of one class; what it does not give is the object's."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            _ENDS_LAST,
+            (
+                "has(self.ttft) || has(self.interTokenLatency) || has(self.endToEnd)",
+                "trafficClasses.objectives: give ttft, interTokenLatency or endToEnd",
+            ),
+        )
     )
 
 
@@ -498,6 +549,10 @@ class TrafficClass(Part):
     output_tokens: TokenRange = Field(
         default_factory=TokenRange,
         description="Length of the answer. Snaps to the edges of the metrics: 0, 16, 64, 256, 1024, 4096, 16384.",
+    )
+    objectives: ClassObjectives | None = Field(
+        default=None,
+        description="Goals of this class in place of the object's; it is judged by itself, by requests that ended.",
     )
 
 
@@ -563,6 +618,54 @@ class Behavior(Part):
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas may be taken away.")
 
 
+CLOCK_TIME = r"^([01][0-9]|2[0-3]):[0-5][0-9]$"
+ClockTime = Annotated[str, Field(max_length=5, pattern=CLOCK_TIME)]
+"""Hours and minutes of a wall clock, such as 08:30."""
+Weekday = Literal["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+WEEKDAYS: tuple[Weekday, ...] = get_args(Weekday)
+
+
+class Schedule(Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "has(self.minReplicas) || has(self.maxReplicas)",
+                "autoscaling.schedules: give minReplicas, maxReplicas or both",
+            ),
+        )
+    )
+
+    name: str = Field(min_length=1, max_length=63, description="Name of the schedule in status.")
+    time_zone: str | None = Field(
+        default=None, max_length=64, description="IANA name of the time zone, such as Europe/Berlin. UTC when absent."
+    )
+    days_of_week: tuple[Weekday, ...] = Field(
+        default=(),
+        max_length=7,
+        description="Days on which it begins. Every day when absent.",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+    )
+    start_time: ClockTime = Field(description="When it begins, HH:MM; the minimum already a replica's start earlier.")
+    end_time: ClockTime = Field(description="When it ends, HH:MM; on the next day when not after startTime.")
+    min_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Replaces autoscaling.minReplicas meanwhile."
+    )
+    max_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Replaces autoscaling.maxReplicas meanwhile."
+    )
+
+    @field_validator("time_zone")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        # No schema can say which zones there are, and without one nobody knows when the schedule holds.
+        if name is not None and name != "UTC":
+            try:
+                ZoneInfo(name)
+            except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+                raise ValueError(f"{name} is no time zone that is known here: give an IANA name") from error
+        return name
+
+
 class Autoscaling(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
@@ -573,6 +676,12 @@ class Autoscaling(Part):
             (
                 "!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
                 "autoscaling.minReplicas must not be above autoscaling.maxReplicas",
+            ),
+            (
+                "!has(self.schedules) || self.schedules.all(s, (has(s.minReplicas) ? s.minReplicas : self.minReplicas)"
+                " <= (has(s.maxReplicas) ? s.maxReplicas : has(self.maxReplicas) ? self.maxReplicas : 1000))",
+                "autoscaling.schedules: minReplicas must not be above maxReplicas; what a schedule does not give is"
+                " autoscaling.minReplicas and autoscaling.maxReplicas",
             ),
         )
     )
@@ -588,6 +697,28 @@ class Autoscaling(Part):
     min_replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas with mode Auto.")
     max_replicas: int | None = Field(
         default=None, ge=1, le=1000, description="Most replicas with mode Auto; required there and with Observe."
+    )
+    max_gpus: int | None = Field(
+        default=None,
+        alias="maxGPUs",
+        ge=1,
+        le=64_000,
+        description="Most GPUs that the replicas may take together, schedules included. No limit when absent.",
+    )
+    importance: int = Field(
+        default=50,
+        ge=1,
+        le=100,
+        description=(
+            "Weight against other objects where the installation's GPU budget is less than all want together: twice the"
+            " importance is about twice the share. Minima come first."
+        ),
+    )
+    schedules: tuple[Schedule, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Other bounds at times of the day. Where several hold at once the highest of each bound counts.",
+        json_schema_extra=_MAP_BY_NAME,
     )
     headroom_percent: int = Field(
         default=15, ge=0, le=90, description="Share of a replica's capacity that is kept free for bursts."
@@ -946,6 +1077,12 @@ class Spec(Part):
             (
                 "!(has(self.autoscaling) && self.autoscaling.mode == 'External') || has(self.replicas)",
                 "replicas is required with autoscaling.mode External: the scale subresource starts from it",
+            ),
+            (
+                "!has(self.autoscaling) || !has(self.autoscaling.maxGPUs) || self.autoscaling.maxGPUs >="
+                " self.autoscaling.minReplicas * (has(self.resources) && has(self.resources.gpu) ?"
+                " self.resources.gpu.count : 1)",
+                "autoscaling.maxGPUs must not be below autoscaling.minReplicas times resources.gpu.count",
             ),
             (
                 "!self.model.uri.startsWith('oci://') || !has(self.podTemplate) || !has(self.podTemplate.volumeMounts)"

@@ -83,6 +83,8 @@ class Demand:
     preemptions_per_second: float | None
     pods_covered: int
     """Pods with a fresh sample."""
+    finished_buckets: Mapping[tuple[str, str], Mapping[float, float]] = field(default_factory=dict)
+    """Cumulative histograms (upper bound → rate) of requests that ended, by (`ttft`, `itl` or `endToEnd`, pattern)."""
 
 
 class MetricsState(StrEnum):
@@ -120,6 +122,10 @@ class Observation:
     metrics_state: MetricsState = MetricsState.ABSENT
     metrics_message: str = ""
     engine: EngineInfo | None = None
+    held_requests: float | None = None
+    """Requests that the gateway holds since no pod is ready; None where there is no gateway or it does not answer."""
+    granted_gpus: int | None = None
+    """GPUs that this object may take, where objects want more of a kind than there are; None without such a bound."""
     start_seconds: float | None = None
     """Measured time from creation to Ready, the slowest of the recent pods."""
     rollout_in_progress: bool = False
@@ -131,6 +137,17 @@ class Observation:
 
     def count(self, *phases: ReplicaPhase) -> int:
         return sum(replica.phase in phases for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Fewest and most replicas at a time, what set them, and the schedules in force then."""
+
+    low: int
+    high: int
+    low_rule: str = "MinReplicas"
+    high_rule: str = "MaxReplicas"
+    schedules: tuple[str, ...] = ()
 
 
 class Bottleneck(StrEnum):
@@ -176,7 +193,11 @@ class Decision:
     """Before bounds and behaviour; None when demand or capacity is unknown."""
     bounded_by: tuple[str, ...] = ()
     """Rules that changed the wanted number, in order."""
+    limits: Limits | None = None
+    """The bounds at that time; None where others choose the number."""
     bottleneck: Bottleneck = Bottleneck.NONE
+    binding: str = ""
+    """The goal that limits a replica's capacity, `ttft` or `ttft:PATTERN`; empty when it is simply full."""
     mix: tuple[PatternShare, ...] = ()
     inputs: Mapping[str, float] = field(default_factory=dict)
     """The formula's values, so that a human can recompute the number."""

@@ -6,15 +6,30 @@ reason, those that held it back stand in `bounded_by`. Called by `reconcile`; `t
 With a known step model: wanted = ceil((arrivals + backlog / drain time) / (capacity of a replica under the targets x
 correction x (1 - headroom))). Before any pod has told its step model, capacity is unknown and the rules are reactive:
 more replicas by the ratio of the worst observed signal to its target, one step a start time; one fewer when the rest
-would stay under half of every target. Unknown is never zero: only fresh data of every pod takes a replica away.
+would stay under half of every target. `formula` is that arithmetic; every figure in it is in `Decision.inputs`.
+Unknown is never zero: only fresh data of every pod takes a replica away.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidegate_engine.steptime import StepModel
+from tidegate_operator import formula
 from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
-from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.capacity import Capacity, Scenario, capacity_of, scenario
+from tidegate_operator.forecast import Foreseen, foresee, interrupt, observe
+from tidegate_operator.formula import Needs, figure
+from tidegate_operator.goals import (
+    headroom_percent,
+    in_short,
+    judge,
+    pattern_targets_of,
+    prefers_safety,
+    targets_of,
+    worst_ratio,
+)
+from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
     Memory,
     Scale,
@@ -36,19 +51,25 @@ from tidegate_operator.observation import (
     Bottleneck,
     Decision,
     Demand,
+    EngineInfo,
+    Limits,
     MetricsState,
     Observation,
     ReplicaPhase,
 )
 from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, tune
+from tidegate_operator.zero import ScaleToZero, may_sleep, must_wake, watch
 
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
+TREND_REQUESTS, TREND_SECONDS = 20, 30.0
+"""So many arrivals, or a window of so long, tell a rate that replicas may be added for."""
 UNKNOWN_START_SECONDS = 30
+WAKING_REPLICAS = 2
+"""From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
 FULL_SLOTS = 0.9
 FULL_KV = 0.8
-REACTIVE_DOWN_PRESSURE = 0.5
 CORRECTION_FLOOR = 0.4
 CORRECTION_STEP = 0.7
 CORRECTION_LIFE_SECONDS = 1800
@@ -68,12 +89,16 @@ class Context:
     mix: Mix
     scene: Scenario | None
     capacity: Capacity | None
+    limits: Limits
     replicas: int
     wanted: int | None = None
     want_up: int | None = None
     """Needed when unseen replicas idle and the settings reach their aim: a reason to add."""
     want_down: int | None = None
     """Needed when unseen replicas are full, with a margin: more than this may go."""
+    zero: ScaleToZero | None = None
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    """The most that is believed to arrive within the time that a replica needs to start."""
     reason: str = "AsWanted"
     message: str = ""
     bounded_by: tuple[str, ...] = ()
@@ -93,9 +118,14 @@ class Context:
 Rule = Callable[[Context], Context]
 
 
-def decide(spec: Spec, observation: Observation, memory: Mapping[str, object]) -> Decision:
-    """Choose replicas and settings. Same input, same answer; `Decision.memory` is the next call's `memory`."""
-    context = begin(spec, observation, load_memory(memory))
+def decide(
+    spec: Spec, observation: Observation, memory: Mapping[str, object], *, zero: ScaleToZero | None = None
+) -> Decision:
+    """Choose replicas and settings. Same input, same answer; `Decision.memory` is the next call's `memory`.
+
+    With `zero` the last replica goes after a time without requests, and comes back for those that the gateway holds.
+    """
+    context = replace(begin(spec, observation, load_memory(memory)), zero=zero)
     for rule in RULES:
         if not context.final or rule in ALWAYS:
             context = rule(context)
@@ -112,7 +142,13 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     if fresh and observation.demand is not None:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:
-            scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
+            scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
+    limits = limits_at(
+        spec,
+        observation.now,
+        start_seconds=observation.start_seconds or UNKNOWN_START_SECONDS,
+        granted_gpus=observation.granted_gpus,
+    )
     tuning = tune(spec, observation, memory=memory, scene=scene, active=fresh and not spec.autoscaling.paused)
     return Context(
         spec=spec,
@@ -122,17 +158,30 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
         mix=mix,
         scene=scene,
         capacity=capacity_of(scene, tuning.settings) if scene else None,
+        limits=limits,
         replicas=observation.current_replicas,
+        inputs=counts(spec, observation),
     )
 
 
-def targets_of(spec: Spec) -> Targets:
-    goals = spec.objectives
-    return Targets(
-        ttft_seconds=goals.ttft.seconds if goals.ttft else None,
-        itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
-        queue_seconds=goals.queue_time.seconds if goals.queue_time else None,
-    )
+def scene_of(spec: Spec, engine: EngineInfo, *, model: StepModel, mix: Mix) -> Scenario | None:
+    """One replica under the mix, and all that was asked of it."""
+    scene = scenario(model, engine, mix=mix, targets=targets_of(spec), by_pattern=pattern_targets_of(spec))
+    return replace(scene, prefers_safety=prefers_safety(spec)) if scene else None
+
+
+def counts(spec: Spec, observation: Observation) -> dict[str, float]:
+    """The pods, as every rule sees them."""
+    ready = observation.count(ReplicaPhase.READY)
+    covered = observation.demand.pods_covered if observation.demand is not None else 0
+    found = {
+        "currentReplicas": observation.current_replicas,
+        "readyReplicas": ready,
+        "startingReplicas": credited(spec, observation),
+        "unseenReplicas": max(0, ready - covered),
+        "lostReplicas": lost(spec, observation),
+    }
+    return {name: float(number) for name, number in found.items()}
 
 
 def has_fresh_data(observation: Observation) -> bool:
@@ -171,11 +220,43 @@ def stand_still_when_paused(context: Context) -> Context:
     return replace(context, reason="ScalingPaused", message=message, final=True)
 
 
+def sleep_and_wake(context: Context) -> Context:
+    """To zero after a time without any request, from zero as soon as one is held. Unknown is neither."""
+    asked, observation = context.zero, context.observation
+    if asked is None or context.spec.autoscaling.mode not in (ScalingMode.AUTO, ScalingMode.OBSERVE):
+        return context
+    state = watch(context.memory.zero, observation)
+    context = replace(context, memory=replace(context.memory, zero=state))
+    held = observation.held_requests
+    if context.current > 0:
+        if not may_sleep(state, observation, asked):
+            return context
+        message = f"no request for {asked.idle_seconds:.0f} s"
+        return replace(_at_zero(context), reason="Idle", message=message)
+    if not must_wake(state, observation):
+        message = "no request is held" if held is not None else "it is unknown whether requests are held"
+        return replace(_at_zero(context), reason="ScaledToZero", message=message)
+    if not state.proven:
+        return context
+    # Up to as many as take all that are held into their batches at once: each further start would find nothing to do.
+    batches = math.ceil((held or 0.0) / context.tuning.settings.max_num_seqs)
+    most = max(context.limits.low, WAKING_REPLICAS)
+    replicas = min(max(context.limits.low, batches), most, context.limits.high)
+    message = f"{held or 0:.0f} requests are held"
+    return replace(context, replicas=replicas, reason="RequestsHeld", message=message, final=True)
+
+
+def _at_zero(context: Context) -> Context:
+    """At zero no bound holds, and the window of wants starts anew."""
+    limits = replace(context.limits, low=0, low_rule="ScaledToZero")
+    return replace(context, replicas=0, memory=_unwatched(context.memory), limits=limits, final=True)
+
+
 def start_with_minimum(context: Context) -> Context:
     """No replica is asked for yet: begin with the fewest allowed."""
     if context.current > 0:
         return context
-    low, _ = context.spec.replica_bounds()
+    low = context.limits.low
     return replace(
         context, replicas=low, reason="FirstReplicas", message=f"starting with minReplicas {low}", final=True
     )
@@ -188,9 +269,9 @@ def hold_without_metrics(context: Context) -> Context:
         return replace(context, memory=replace(memory, missing_since=None))
     if observation.count(ReplicaPhase.READY) == 0:
         message = "no replica is ready yet, so there is nothing to measure"
-        return replace(context, memory=forget_wants(memory), reason="WaitingForReplicas", message=message, final=True)
+        return replace(context, memory=_unwatched(memory), reason="WaitingForReplicas", message=message, final=True)
     since = context.now if memory.missing_since is None else memory.missing_since
-    context = replace(context, memory=replace(forget_wants(memory), missing_since=since), final=True)
+    context = replace(context, memory=replace(_unwatched(memory), missing_since=since), final=True)
     on_missing = context.spec.metrics.on_missing
     stale = observation.metrics_state == MetricsState.STALE
     reason = "MetricsStale" if stale else "MetricsMissing"
@@ -200,6 +281,10 @@ def hold_without_metrics(context: Context) -> Context:
         message = f"no fresh metrics for {on_missing.hold_seconds} s; at least {replicas} replicas{detail}"
         return replace(context, replicas=replicas, reason=f"{reason}Fallback", message=message)
     return replace(context, reason=reason, message=f"no fresh metrics; {context.current} replicas stay{detail}")
+
+
+def _unwatched(memory: Memory) -> Memory:
+    return replace(forget_wants(memory), forecast=interrupt(memory.forecast))
 
 
 # --- what is needed --------------------------------------------------------------------------------------------------
@@ -222,13 +307,15 @@ def correct_by_measurement(context: Context) -> Context:
     enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
     if not settled or not enough or credited(context.spec, context.observation):
         return context
-    miss = worst_ratio(context.spec, demand, without=capacity.unreachable)
-    estimate = needs(context, demand, capacity)
-    if miss <= FEEDBACK_MISS_RATIO or estimate.up > context.current or memory.correction <= CORRECTION_FLOOR:
+    miss = worst_ratio(judge(context.spec, demand), without=capacity.unreachable)
+    figures = figures_of(context, demand, capacity)
+    estimate = formula.needs(figures)
+    enough_seen = estimate is not None and estimate.up <= context.current
+    if miss <= FEEDBACK_MISS_RATIO or not enough_seen or memory.correction <= CORRECTION_FLOOR:
         return context
     # By the measured ratio in bounded steps, but at least so far that one more replica is the answer.
     tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    one_more = memory.correction * estimate.inputs["needed"] / (context.current * tolerance) * 0.999
+    one_more = memory.correction * formula.needed(figures) / (context.current * tolerance) * 0.999
     correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
     return replace(context, memory=replace(memory, correction=correction, corrected_at=now, corrected_for=mix))
 
@@ -237,55 +324,39 @@ def _ready_times(observation: Observation) -> list[float]:
     return [replica.ready_at for replica in observation.replicas if replica.ready_at is not None]
 
 
-def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> float:
-    """The worst observed 95th percentile over its target; 0 when there is no target or nothing was observed."""
-    targets = targets_of(spec)
-    pairs = {
-        "ttft": (demand.ttft_p95_seconds, targets.ttft_seconds),
-        "itl": (demand.itl_p95_seconds, targets.itl_seconds),
-        "queue": (demand.queue_p95_seconds, targets.queue_seconds),
-    }
-    ratios = [seen / goal for name, (seen, goal) in pairs.items() if seen is not None and goal and name not in without]
-    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Replicas needed, as the two directions see it, and the figures behind."""
-
-    up: int
-    down: int
-    inputs: Mapping[str, float]
-
-
-def needs(context: Context, demand: Demand, capacity: Capacity) -> Needs:
-    """Replicas for the arriving work and the backlog, by the capacity of one replica."""
-    spec, observation, memory = context.spec, context.observation, context.memory
-    arrivals = sum(demand.arrivals_per_second.values())
-    drain = drain_seconds(spec, observation)
-    backlog = backlog_requests(context, demand, capacity) / drain
-    keep = 1 - spec.autoscaling.headroom_percent / 100
-    usable = max(1e-6, capacity.requests_per_second * memory.correction * keep)
-    aim = context.tuning.plan.capacity.requests_per_second if context.tuning.plan and context.tuning.reason else 0.0
-    usable_up = max(usable, aim * memory.correction * keep)
-    behavior = spec.autoscaling.behavior
-    load = arrivals + backlog
-    ratio = load / usable_up / max(1, context.current)
-    up = math.ceil(load / usable_up - 1e-9) if ratio > 1 + behavior.scale_up.tolerance_percent / 100 else 0
-    unseen = max(0, observation.count(ReplicaPhase.READY) - demand.pods_covered)
-    margin = 1 - min(90, behavior.scale_down.tolerance_percent) / 100
-    down = max(math.ceil((load + unseen * usable) / (usable * margin) - 1e-9), replicas_to_fit(context, demand))
-    inputs = {
+def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str, float]:
+    """What the formula takes where a capacity is known: the arriving work, the backlog, what one replica carries."""
+    spec, memory = context.spec, context.memory
+    arrivals, drain = sum(demand.arrivals_per_second.values()), drain_seconds(spec, context.observation)
+    plan = context.tuning.plan if context.tuning.reason else None
+    figures = {
+        **context.inputs,
+        **tolerances(spec),
         "arrivalsPerSecond": arrivals,
-        "backlogPerSecond": backlog,
+        "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "correction": memory.correction,
-        "headroomPercent": float(spec.autoscaling.headroom_percent),
-        "unseenReplicas": float(unseen),
+        "headroomPercent": headroom_percent(spec),
         "drainSeconds": drain,
-        "needed": load / usable,
+        "replicasToFit": float(replicas_to_fit(context, demand)),
     }
-    return Needs(up=max(1, up), down=max(1, down), inputs=inputs)
+    floor = spec.objectives.output_tokens_per_second
+    answer = sum(cell.share * cell.osl for cell in context.mix.cells)
+    if floor is not None and answer > 0:
+        figures["floorPerSecond"] = floor / answer
+    if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
+        figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
+    if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
+        figures["forecastPerSecond"] = context.foreseen.work / context.scene.marginal_seconds
+    return {name: figure(value) for name, value in figures.items()}
+
+
+def tolerances(spec: Spec) -> dict[str, float]:
+    behavior = spec.autoscaling.behavior
+    return {
+        "scaleUpTolerancePercent": float(behavior.scale_up.tolerance_percent),
+        "scaleDownTolerancePercent": float(behavior.scale_down.tolerance_percent),
+    }
 
 
 def drain_seconds(spec: Spec, observation: Observation) -> float:
@@ -326,30 +397,50 @@ def replicas_to_fit(context: Context, demand: Demand) -> int:
     return math.ceil(max(counts) - 1e-9)
 
 
+def look_ahead(context: Context) -> Context:
+    """What has proven to come at this time of the day, or to follow such a rise, within the time of a start."""
+    demand, scene, memory = context.observation.demand, context.scene, context.memory
+    if demand is None or scene is None:
+        return context
+    start = context.observation.start_seconds or UNKNOWN_START_SECONDS
+    lead = start + context.spec.autoscaling.sync_period_seconds
+    arrivals = sum(demand.arrivals_per_second.values())
+    forecast = observe(
+        memory.forecast,
+        now=context.now,
+        work=arrivals * scene.marginal_seconds,
+        requests=arrivals * demand.window_seconds,
+        lead_seconds=lead,
+    )
+    # By what was known before this look, so that what is foreseen does not depend on the load of this moment.
+    foreseen = foresee(memory.forecast, now=context.now, lead_seconds=lead)
+    return replace(context, memory=replace(memory, forecast=forecast), foreseen=foreseen)
+
+
 def need_by_model(context: Context) -> Context:
     """Demand over capacity."""
     demand, capacity = context.observation.demand, context.capacity
     if demand is None or capacity is None or capacity.requests_per_second <= 0:
         return context
-    found = needs(context, demand, capacity)
-    wanted = found.up if found.up > context.current else min(found.down, context.current)
-    figures = found.inputs
+    figures = figures_of(context, demand, capacity)
+    needed = formula.needed(figures)
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
+    arriving = f"{figures['arrivalsPerSecond']:.3g}"
+    if "forecastPerSecond" in figures:
+        arriving += f" rising to {figures['forecastPerSecond']:.3g} by its {context.foreseen.by}"
+    floor = figures.get("floorPerSecond", 0.0)
+    if floor > max(figures["arrivalsPerSecond"], figures.get("forecastPerSecond", 0.0)):
+        arriving = f"{floor:.3g} as outputTokensPerSecond asks"
     message = (
-        f"({figures['arrivalsPerSecond']:.3g} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
+        f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
         f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
-        f" less {figures['headroomPercent']:.0f} % headroom = {figures['needed']:.2f} replicas"
+        f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
-        message += f"; no number of replicas reaches the target for {', '.join(capacity.unreachable)}"
-    return replace(
-        context,
-        wanted=wanted,
-        want_up=found.up,
-        want_down=found.down,
-        inputs=figures,
-        message=message,
-    )
+        message += f"; no number of replicas reaches the target for {', '.join(map(in_short, capacity.unreachable))}"
+    elif capacity.binding:
+        message += f"; the goal for {in_short(capacity.binding)} binds"
+    return _want(context, figures | {"needed": figure(needed)}, message=message)
 
 
 def need_when_idle(context: Context) -> Context:
@@ -357,41 +448,41 @@ def need_when_idle(context: Context) -> Context:
     demand = context.observation.demand
     if context.want_up is not None or demand is None or context.mix.cells or demand.waiting > 0:
         return context
-    unseen = max(0, context.observation.count(ReplicaPhase.READY) - demand.pods_covered)
-    down = max(1, replicas_to_fit(context, demand) + unseen)
-    message = f"nothing arrives; {demand.running:.0f} requests run"
-    return replace(context, wanted=min(down, context.current), want_up=1, want_down=down, message=message)
+    figures = {**context.inputs, "replicasToFit": float(replicas_to_fit(context, demand))}
+    return _want(context, figures, message=f"nothing arrives; {demand.running:.0f} requests run")
 
 
 def need_by_reaction(context: Context) -> Context:
     """No capacity known: follow the observed signals."""
-    demand, current = context.observation.demand, context.current
+    demand = context.observation.demand
     if context.want_up is not None or demand is None:
         return context
     ready = max(1, context.observation.count(ReplicaPhase.READY))
     pressure = {
-        "targets": worst_ratio(context.spec, demand),
+        "targets": worst_ratio(judge(context.spec, demand)),
         "waiting": demand.waiting / max(1.0, 0.25 * ready * context.tuning.settings.max_num_seqs),
         "slots": demand.running / (FULL_SLOTS * ready * context.tuning.settings.max_num_seqs),
         "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
     }
     worst, signal = max((value, name) for name, value in pressure.items())
-    up = 1
-    tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    if worst > tolerance and not credited(context.spec, context.observation):
-        up = max(current + 1, math.ceil(current * min(2.0, worst)))
-    down = current
-    seen_all = demand.pods_covered >= context.observation.count(ReplicaPhase.READY)
-    if current > 1 and seen_all and worst * current / (current - 1) < REACTIVE_DOWN_PRESSURE:
-        down = max(current - 1, replicas_to_fit(context, demand))
-    message = f"capacity is not known yet; {signal} at {worst:.2f} of its limit"
+    figures = {
+        **context.inputs,
+        **tolerances(context.spec),
+        **{f"pressure_{name}": figure(value) for name, value in pressure.items()},
+        "replicasToFit": float(replicas_to_fit(context, demand)),
+    }
+    return _want(context, figures, message=f"capacity is not known yet; {signal} at {worst:.2f} of its limit")
+
+
+def _want(context: Context, figures: Mapping[str, float], *, message: str) -> Context:
+    found = formula.needs(figures) or Needs(1, context.current)
     return replace(
         context,
-        wanted=up if up > current else down,
-        want_up=up,
-        want_down=down,
+        wanted=found.wanted(context.current),
+        want_up=found.up,
+        want_down=found.down,
+        inputs=figures,
         message=message,
-        inputs={f"pressure_{name}": value for name, value in pressure.items()},
     )
 
 
@@ -399,6 +490,22 @@ def credited(spec: Spec, observation: Observation) -> int:
     """Pods on their way that are still within the time that a start may take."""
     return sum(
         replica.phase in STARTING_PHASES and observation.now - replica.created_at <= start_deadline(spec, observation)
+        for replica in observation.replicas
+    )
+
+
+def lost(spec: Spec, observation: Observation) -> int:
+    """Pods that do not come up though others of the same version serve: no supply, however long they are waited for."""
+    if not any(replica.phase == ReplicaPhase.READY and replica.updated for replica in observation.replicas):
+        return 0
+    deadline = start_deadline(spec, observation)
+    return sum(
+        replica.phase in (ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED)
+        or (
+            replica.phase in STARTING_PHASES
+            and replica.restarts == 0
+            and observation.now - replica.created_at > deadline
+        )
         for replica in observation.replicas
     )
 
@@ -419,11 +526,19 @@ def move_to_wanted(context: Context) -> Context:
     if context.wanted > context.current:
         backlog = context.inputs.get("backlogPerSecond", 0.0) > context.inputs.get("arrivalsPerSecond", 0.0)
         reason = "SignalAboveTarget" if unseen_only else "BacklogAboveTarget" if backlog else "DemandAboveCapacity"
+        if _is_wanted_for_forecast_only(context):
+            reason = "LoadForeseen"
         if context.memory.corrected_at == context.now:
             reason = "TargetMissed"
     else:
         reason = "SignalBelowTarget" if unseen_only else "DemandBelowCapacity"
     return replace(context, replicas=context.wanted, reason=reason)
+
+
+def _is_wanted_for_forecast_only(context: Context) -> bool:
+    present = {name: value for name, value in context.inputs.items() if name != "forecastPerSecond"}
+    found = formula.needs(present)
+    return len(present) < len(context.inputs) and found is not None and found.up <= context.current
 
 
 def _waiting(context: Context) -> bool:
@@ -437,7 +552,7 @@ def stabilise(context: Context) -> Context:
     behavior = context.spec.autoscaling.behavior
     down_seconds = behavior.scale_down.stabilization_window_seconds
     up_seconds = behavior.scale_up.stabilization_window_seconds
-    low, high = context.spec.replica_bounds()
+    low, high = context.limits.low, context.limits.high
     buckets = buckets_for((down_seconds, up_seconds), sync_seconds=context.spec.autoscaling.sync_period_seconds)
     want = Want(context.now, min(max(context.want_down, low), high), min(max(context.want_up, low), high))
     # Where nobody will follow it, a want for fewer is not pending, and its time need not be written down.
@@ -451,9 +566,11 @@ def stabilise(context: Context) -> Context:
         most = max(item.most for item in wants_within(memory, now=context.now, seconds=down_seconds))
         cold = memory.since is None or context.now - memory.since < down_seconds
         floor = context.current if cold else min(most, context.current)
+        context = _noted(context, "stabilizationFloor", floor)
         return _bounded(context, max(context.replicas, floor), rule="StabilizationWindow")
     if context.replicas > context.current and up_seconds:
         least = min(item.least for item in wants_within(memory, now=context.now, seconds=up_seconds))
+        context = _noted(context, "stabilizationCeiling", least)
         return _bounded(context, max(context.current, min(context.replicas, least)), rule="StabilizationWindow")
     return context
 
@@ -462,6 +579,7 @@ def wait_for_verification(context: Context) -> Context:
     """While changed settings are watched, capacity may not move under them."""
     if context.replicas >= context.current or context.tuning.verifying_until is None:
         return context
+    context = _noted(context, "verifyingSettings", 1)
     return _bounded(context, context.current, rule="SettingsVerification")
 
 
@@ -478,9 +596,8 @@ def limit_speed(context: Context) -> Context:
         allowed = _select(
             [_raised(base, policy) for base, policy in limits], behavior.scale_up.select_policy, more=max, fewer=min
         )
-        return _bounded(
-            context, max(current, min(context.replicas, current if allowed is None else allowed)), rule="ScaleUpPolicy"
-        )
+        most = max(current, current if allowed is None else allowed)
+        return _bounded(_noted(context, "scaleUpLimit", most), min(context.replicas, most), rule="ScaleUpPolicy")
     if context.replicas < current:
         limits = [
             (_at_period_start(context, policy.period_seconds or 60), policy) for policy in behavior.scale_down.policies
@@ -488,12 +605,21 @@ def limit_speed(context: Context) -> Context:
         allowed = _select(
             [_lowered(base, policy) for base, policy in limits], behavior.scale_down.select_policy, more=min, fewer=max
         )
-        return _bounded(
-            context,
-            min(current, max(context.replicas, current if allowed is None else allowed)),
-            rule="ScaleDownPolicy",
-        )
+        fewest = min(current, current if allowed is None else allowed)
+        context = _noted(context, "scaleDownLimit", fewest)
+        return _bounded(context, max(context.replicas, fewest), rule="ScaleDownPolicy")
     return context
+
+
+def see_enough_first(context: Context) -> Context:
+    """Up only on a window that tells a rate: a few requests within seconds of the first sample are no trend."""
+    demand = context.observation.demand
+    if context.replicas <= context.current or demand is None:
+        return context
+    counted = sum(demand.arrivals_per_second.values()) * demand.window_seconds
+    if counted >= TREND_REQUESTS or demand.window_seconds >= TREND_SECONDS:
+        return context
+    return _bounded(_noted(context, "scaleUpLimit", context.current), context.current, rule="TooFewRequests")
 
 
 def _at_period_start(context: Context, period_seconds: float) -> int:
@@ -528,21 +654,30 @@ def ask_for_no_more_than_fits(context: Context) -> Context:
     if not stuck:
         return context
     overdue = [replica for replica in stuck if context.now - replica.created_at > WITHDRAW_SECONDS]
-    ceiling = context.current - max(0, len(overdue) - 1)
-    low, _ = context.spec.replica_bounds()
-    return _bounded(context, min(context.replicas, max(ceiling, low)), rule="Unschedulable")
+    ceiling = max(context.current - max(0, len(overdue) - 1), context.limits.low)
+    context = _noted(context, "placeableReplicas", ceiling)
+    return _bounded(context, min(context.replicas, ceiling), rule="Unschedulable")
+
+
+def note_what_is_held(context: Context) -> Context:
+    """Where nothing was measured: the number that the rules before came to, since no formula gives it."""
+    return context if context.wanted is not None else _noted(context, "heldReplicas", context.replicas)
 
 
 def keep_bounds(context: Context) -> Context:
-    """minReplicas and maxReplicas, always."""
-    if context.spec.autoscaling.mode != ScalingMode.AUTO or (context.spec.autoscaling.paused and context.current > 0):
+    """minReplicas and maxReplicas, schedules and GPU budgets: always, whatever was wanted and whoever asked."""
+    mode, limits = context.spec.autoscaling.mode, context.limits
+    observes = mode == ScalingMode.OBSERVE
+    stands = context.spec.autoscaling.paused and context.current > 0
+    if mode not in (ScalingMode.AUTO, ScalingMode.OBSERVE) or (stands and not observes):
         return context
-    low, high = context.spec.replica_bounds()
-    if context.replicas > high:
-        return _bounded(context, high, rule="MaxReplicas")
-    if context.replicas < low:
-        return _bounded(context, low, rule="MinReplicas")
-    return context
+    context = _noted(_noted(context, "minReplicas", limits.low), "maxReplicas", limits.high)
+    rule = limits.high_rule if context.replicas > limits.high else limits.low_rule
+    if rule == "Schedule" and not limits.low <= context.replicas <= limits.high:
+        names = ", ".join(limits.schedules)
+        told = f"{context.message}; " if context.message else ""
+        context = replace(context, message=f"{told}schedule {names}: {limits.low} to {limits.high} replicas")
+    return _bounded(context, min(max(context.replicas, limits.low), limits.high), rule=rule)
 
 
 def only_observe(context: Context) -> Context:
@@ -551,10 +686,14 @@ def only_observe(context: Context) -> Context:
         return context
     given = context.observation.spec_replicas
     replicas = context.spec.fixed_replicas() if given is None else given
-    low, high = context.spec.replica_bounds()
-    would = min(max(context.replicas, low), high)
-    message = f"would hold {would} replicas: {context.message}"
+    message = f"would hold {context.replicas} replicas: {context.message}"
+    context = _noted(context, "specReplicas", replicas)
     return replace(context, replicas=replicas, reason="ObservingOnly", message=message)
+
+
+def _noted(context: Context, name: str, value: float) -> Context:
+    """A figure that a rule went by, for those who check the number."""
+    return replace(context, inputs={**context.inputs, name: float(value)})
 
 
 def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
@@ -570,9 +709,11 @@ def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
 RULES: tuple[Rule, ...] = (
     let_others_decide,
     stand_still_when_paused,
+    sleep_and_wake,
     start_with_minimum,
     hold_without_metrics,
     correct_by_measurement,
+    look_ahead,
     need_by_model,
     need_when_idle,
     need_by_reaction,
@@ -580,11 +721,13 @@ RULES: tuple[Rule, ...] = (
     stabilise,
     wait_for_verification,
     limit_speed,
+    see_enough_first,
     ask_for_no_more_than_fits,
+    note_what_is_held,
     keep_bounds,
     only_observe,
 )
-ALWAYS: tuple[Rule, ...] = (keep_bounds, only_observe)
+ALWAYS: tuple[Rule, ...] = (note_what_is_held, keep_bounds, only_observe)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -616,7 +759,9 @@ def conclude(context: Context) -> Decision:
         recheck_after_seconds=_recheck(context),
         wanted_replicas=context.wanted,
         bounded_by=context.bounded_by,
+        limits=context.limits if context.spec.autoscaling.mode in (ScalingMode.AUTO, ScalingMode.OBSERVE) else None,
         bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
+        binding=capacity.binding if capacity else "",
         mix=pattern_shares(context.mix, context.spec.patterns()),
         inputs=_inputs(context),
         settings_reason=tuning.reason or "",
@@ -642,13 +787,8 @@ def _sentence(context: Context) -> str:
 
 
 def _inputs(context: Context) -> dict[str, float]:
-    observation, capacity = context.observation, context.capacity
-    figures: dict[str, float] = {
-        **context.inputs,
-        "currentReplicas": float(context.current),
-        "readyReplicas": float(observation.count(ReplicaPhase.READY)),
-        "startingReplicas": float(credited(context.spec, observation)),
-    }
+    capacity = context.capacity
+    figures = dict(context.inputs)
     if capacity is not None:
         figures["idleTtftSeconds"] = capacity.idle_ttft_seconds
         figures["idleItlSeconds"] = capacity.idle_itl_seconds
