@@ -174,14 +174,15 @@ def with_misses(needs: Sequence[float], costs: Costs, *, missed_share: float) ->
         return paid + price * owed, owed - done
 
     low, high = 0.0, 1.0
-    while value(high)[1] > 0 and high < 1e9:
+    undone = 1e-9 * owed
+    while value(high)[1] > undone and high < 1e9:
         low, high = high, high * 4
     best = max(value(low)[0], value(high)[0])
     for _ in range(40):
         middle = (low + high) / 2
         bound, slope = value(middle)
         best = max(best, bound)
-        if slope > 0:
+        if slope > undone:
             low = middle
         else:
             high = middle
