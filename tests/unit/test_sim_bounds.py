@@ -160,7 +160,7 @@ def test_no_batches_do_the_work_in_less_time_than_the_bound(
 ) -> None:
     """Prompts first, each in one step; then decodes of the most that are left, `batch` at a time."""
     step = StepModel(**{**STEP.as_dict(), "threshold_tokens": threshold})
-    work = bounds.work_of(step, largest_batch=batch)
+    works = bounds.work_of(step, largest_batch=batch, kv_tokens=batch * 321)
     seconds = sum(step.seconds(StepShape(isl, 0, 1, isl * isl / 2, True)) for isl, _ in lengths)
     left = [[isl + 1, osl - 1] for isl, osl in lengths]
     while running := [item for item in left if item[1] > 0][:batch]:
@@ -168,7 +168,16 @@ def test_no_batches_do_the_work_in_less_time_than_the_bound(
         for item in running:
             item[0] += 1
             item[1] -= 1
-    assert sum(work.seconds(isl, osl) for isl, osl in lengths) <= seconds * (1 + 1e-9)
+    for work in works:
+        assert sum(work.seconds(isl, osl) for isl, osl in lengths) <= seconds * (1 + 1e-9)
+    arrivals = [Arrival(0.0, isl, osl) for isl, osl in lengths]
+    assert bounds.tightest(arrivals, works) in works
+
+
+def test_long_contexts_fill_a_cache_before_the_seats_are_full() -> None:
+    works = bounds.work_of(STEP, largest_batch=256, kv_tokens=10_000)
+    assert bounds.tightest([Arrival(0.0, 5000, 100)], works) == works[1]
+    assert bounds.tightest([Arrival(0.0, 5, 20)], works) == works[0]
 
 
 def test_the_oracle_finds_the_smallest_margin_that_attains() -> None:

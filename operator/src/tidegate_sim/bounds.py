@@ -12,7 +12,7 @@ a start is a level that comes on, and so each level is a problem of its own.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate_engine.steptime import StepModel
 from tidegate_sim.arrivals import Arrival
@@ -48,24 +48,36 @@ class Work:
         return decodes * self.decode_seconds + self.kv_token_seconds * context
 
 
-def work_of(step: StepModel, *, largest_batch: float) -> Work:
-    """A bound from below, for any batches of at most `largest_batch` sequences.
+def work_of(step: StepModel, *, largest_batch: float, kv_tokens: float = math.inf) -> tuple[Work, ...]:
+    """Bounds from below, for steps of at most `largest_batch` sequences and `kv_tokens` of context.
 
     A step of T tokens takes at least base + share x token x (T - T0) for any share in [0, 1]: the largest that leaves
-    no step with a negative rest is taken. A step decodes at most `largest_batch` tokens, so each carries that part of
-    the rest. Work that mixed steps add, and steps that are not full, are left out.
+    no step with a negative rest is taken. That rest is shared by what is in the step: by its sequences, of which there
+    are no more than `largest_batch`, or by their context, of which there is no more than `kv_tokens`. Each gives a
+    bound; `tightest` chooses. Work that mixed steps add, and steps that are not full, are left out.
     """
     threshold = step.token_seconds * step.threshold_tokens
     share = min(1.0, step.base_seconds / threshold) if threshold > 0 else 1.0
     token = share * step.token_seconds
     rest = step.base_seconds - share * threshold
-    return Work(
-        decode_seconds=rest / largest_batch + token + step.sequence_seconds,
-        kv_token_seconds=step.kv_token_seconds,
+    by_context = Work(
+        decode_seconds=token + step.sequence_seconds,
+        kv_token_seconds=step.kv_token_seconds + rest / kv_tokens,
         prefill_seconds=token,
         attention_seconds=step.attention_seconds,
         sequence_seconds=step.sequence_seconds,
     )
+    by_sequences = replace(
+        by_context,
+        decode_seconds=by_context.decode_seconds + rest / largest_batch,
+        kv_token_seconds=step.kv_token_seconds,
+    )
+    return by_sequences, by_context
+
+
+def tightest(arrivals: Sequence[Arrival], works: Iterable[Work]) -> Work:
+    """The one by which these requests are the most work."""
+    return max(works, key=lambda work: sum(work.seconds(arrival.isl, arrival.osl) for arrival in arrivals))
 
 
 def demand(
