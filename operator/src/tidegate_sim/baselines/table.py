@@ -81,9 +81,13 @@ def _dynamo(name: str, *, throughput: bool = True, load: bool = False) -> Make:
 
 
 BASELINES: Mapping[str, Baseline] = {
-    "static": Baseline(_static, "replicas", 4, (2, 3, 4, 6, 8, 10, 12), "a fixed number of replicas"),
+    "static": Baseline(_static, "replicas", 8, (4, 6, 8, 10, 12, 14, 16, 20), "a fixed number of replicas"),
     "hpa-waiting": Baseline(
-        _hpa("hpa-waiting", hpa.waiting_per_pod), "waiting requests a pod", 5, (0.5, 1, 2, 5), "HPA on waiting requests"
+        _hpa("hpa-waiting", hpa.waiting_per_pod),
+        "waiting requests a pod",
+        5,
+        (0.25, 0.5, 1, 2, 5),
+        "HPA on waiting requests",
     ),
     "hpa-duty-cycle": Baseline(
         _hpa("hpa-duty-cycle", hpa.duty_cycle),
@@ -103,15 +107,17 @@ BASELINES: Mapping[str, Baseline] = {
         _hpa("hpa-concurrency", hpa.concurrency_per_pod),
         "requests in a pod",
         32,
-        (8, 16, 24, 32, 48, 64),
+        (4, 6, 8, 10, 12, 16, 20, 24, 32),
         "HPA on requests in the engines",
     ),
-    "hpa-both": Baseline(_hpa_both, "requests in a pod", 32, (16, 32, 48, 64), "HPA on requests in and waiting"),
+    "hpa-both": Baseline(
+        _hpa_both, "requests in a pod", 32, (6, 8, 10, 12, 16, 20, 32), "HPA on requests in and waiting"
+    ),
     "rps": Baseline(
         lambda plant, knob, arrivals: Hpa([hpa.RequestsPerSecond(knob).metric()], bounds_of(plant), name="rps"),
         "requests/s a replica",
-        5,
-        (1, 2, 3, 4, 6, 8, 12, 16),
+        0.5,
+        (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1),
         "HPA on requests a second",
     ),
     "keda": Baseline(
@@ -125,14 +131,14 @@ BASELINES: Mapping[str, Baseline] = {
         lambda plant, knob, arrivals: Knative(knob, bounds_of(plant)),
         "requests in a pod",
         100,
-        (16, 32, 48, 64, 100),
+        (6, 9, 12, 16, 20, 28, 40, 100),
         "Knative's KPA on concurrency",
     ),
     "wva": Baseline(
         lambda plant, knob, arrivals: Wva(Thresholds(kv_used_ratio=knob), bounds_of(plant)),
         "KV use that saturates",
         0.8,
-        (0.2, 0.3, 0.5, 0.8),
+        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
         "llm-d's variant autoscaler, by saturation",
     ),
     "dynamo-throughput": Baseline(
@@ -166,14 +172,14 @@ BASELINES: Mapping[str, Baseline] = {
         lambda plant, knob, arrivals: Aibrix(knob, bounds_of(plant)),
         "KV use of a pod",
         0.5,
-        (0.05, 0.1, 0.2, 0.3, 0.5),
+        (0.15, 0.25, 0.35, 0.5, 0.65),
         "AIBrix APA on KV use",
     ),
     "aibrix-kpa": Baseline(
         lambda plant, knob, arrivals: Aibrix(knob, bounds_of(plant), windows=True, name="aibrix-kpa"),
         "KV use of a pod",
         0.5,
-        (0.05, 0.1, 0.2, 0.3, 0.5),
+        (0.15, 0.25, 0.35, 0.5, 0.65),
         "AIBrix KPA on KV use",
     ),
     "chiron": Baseline(
