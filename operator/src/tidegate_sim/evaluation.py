@@ -166,10 +166,10 @@ def demand_of(result: Result) -> list[float]:
     """The workload's, for the bounds, up to its end: what is done later costs no GPU that is counted."""
     records, profile = result.records, result.fleet.profile
     arrivals = [Arrival(*item) for item in zip(records.at, records.isl, records.osl, strict=True)]
-    works = bounds.work_of(
+    works = bounds.works_of(
         profile.step, largest_batch=LARGEST_BATCH, kv_tokens=profile.kv_blocks * profile.block_tokens
     )
-    needs = bounds.demand(arrivals, bounds.tightest(arrivals, works), itl_seconds=result.goals.itl_seconds)
+    needs = bounds.demand(arrivals, works, itl_seconds=result.goals.itl_seconds)
     return needs[: math.ceil(result.duration_seconds / bounds.SLOT_SECONDS)]
 
 

@@ -61,9 +61,8 @@ WAITING_BESIDE = 2.0
 
 def clairvoyant_schedule(plant: Plant, margin: float, arrivals: Sequence[Arrival]) -> list[tuple[float, int]]:
     """The fleet of LB2 for (1 + margin) times the demand, each replica ordered so early that it is ready in time."""
-    works = bounds.work_of(plant.step, largest_batch=plant.settings.max_num_seqs, kv_tokens=plant.kv_tokens)
-    work = bounds.tightest(arrivals, works)
-    needs = [need * (1 + margin) for need in bounds.demand(arrivals, work, itl_seconds=plant.itl_seconds)]
+    works = bounds.works_of(plant.step, largest_batch=plant.settings.max_num_seqs, kv_tokens=plant.kv_tokens)
+    needs = [need * (1 + margin) for need in bounds.demand(arrivals, works, itl_seconds=plant.itl_seconds)]
     first = bounds.whole_replicas(needs[:1], floor=plant.lowest_replicas) or [plant.lowest_replicas]
     costs = bounds.Costs(plant.start_seconds, floor=plant.lowest_replicas, initial=first[0])
     wanted = [min(count, plant.highest_replicas) for count in bounds.bridged(needs, costs)] or first
