@@ -204,7 +204,8 @@ def test_unknown_names_are_refused_with_those_that_there_are(capsys: pytest.Capt
 
 def test_a_name_stands_for_all_that_begin_with_it() -> None:
     known = dict.fromkeys(("S1", "S2", "S2-180", "S20"))
-    assert evaluation.choose("S2,S1", known, "scenario") == ["S2", "S2-180", "S1"]
+    assert evaluation.choose("S2,S1", known, "scenario", groups=True) == ["S2", "S2-180", "S1"]
+    assert evaluation.choose("S2,S1", known, "policy") == ["S2", "S1"]
 
 
 # --- statistics and report -------------------------------------------------------------------------------------------

@@ -361,13 +361,17 @@ def evaluate(
     )
 
 
-def choose(names: str, known: Mapping[str, Any], what: str) -> list[str]:
-    """A list of names separated by commas; S2 stands for S2, S2-180 and so on."""
-    chosen = [name for part in names.split(",") for name in known if name == part or name.startswith(f"{part}-")]
-    unknown = [part for part in names.split(",") if not any(n == part or n.startswith(f"{part}-") for n in known)]
+def choose(names: str, known: Mapping[str, Any], what: str, *, groups: bool = False) -> list[str]:
+    """A list of names separated by commas; with `groups`, S2 stands for S2, S2-180 and so on."""
+
+    def is_meant(part: str, name: str) -> bool:
+        return name == part or (groups and name.startswith(f"{part}-"))
+
+    parts = names.split(",")
+    unknown = [part for part in parts if not any(is_meant(part, name) for name in known)]
     if unknown:
         raise ValueError(f"there is no {what} {', '.join(unknown)}; there are {', '.join(known)}")
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(name for part in parts for name in known if is_meant(part, name)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -388,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = {name: each for name, each in all_scenarios().items() if not each.is_training}
     try:
-        names = choose(options.scenarios, known, "scenario") if options.scenarios else list(known)
+        names = choose(options.scenarios, known, "scenario", groups=True) if options.scenarios else list(known)
         policies = choose(options.policies, contenders(), "policy") if options.policies else list(contenders())
     except ValueError as error:
         parser.error(str(error))
