@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -361,17 +362,13 @@ def evaluate(
     )
 
 
-def choose(names: str, known: Mapping[str, Any], what: str, *, groups: bool = False) -> list[str]:
-    """A list of names separated by commas; with `groups`, S2 stands for S2, S2-180 and so on."""
-
-    def is_meant(part: str, name: str) -> bool:
-        return name == part or (groups and name.startswith(f"{part}-"))
-
+def choose(names: str, known: Mapping[str, Any], what: str) -> list[str]:
+    """A list of names separated by commas, each of which may be a pattern: S8* is all of S8."""
     parts = names.split(",")
-    unknown = [part for part in parts if not any(is_meant(part, name) for name in known)]
+    unknown = [part for part in parts if not any(fnmatchcase(name, part) for name in known)]
     if unknown:
         raise ValueError(f"there is no {what} {', '.join(unknown)}; there are {', '.join(known)}")
-    return list(dict.fromkeys(name for part in parts for name in known if is_meant(part, name)))
+    return list(dict.fromkeys(name for part in parts for name in known if fnmatchcase(name, part)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -381,9 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="the Markdown file to write, with its plots beside it")
     parser.add_argument("--cache", type=Path, help="folder of kept results (default: ~/.cache/tidegate/evaluation)")
-    parser.add_argument(
-        "--scenarios", help="names or beginnings of names, with commas between (default: all but full ones)"
-    )
+    parser.add_argument("--scenarios", help="names or patterns, with commas between (default: all but full ones)")
     parser.add_argument("--policies", help="names, with commas between (default: all)")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--oracle-seeds", type=int, default=1, help="seeds for which the achievable oracle is searched")
@@ -392,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = {name: each for name, each in all_scenarios().items() if not each.is_training}
     try:
-        names = choose(options.scenarios, known, "scenario", groups=True) if options.scenarios else list(known)
+        names = choose(options.scenarios, known, "scenario") if options.scenarios else list(known)
         policies = choose(options.policies, contenders(), "policy") if options.policies else list(contenders())
     except ValueError as error:
         parser.error(str(error))
