@@ -6,6 +6,9 @@ Bounds, each above the one before: `by_work` (LB0) counts the work alone, `by_wh
 policy with misses is held against what is possible with as many. `with_slack` lets work wait. `smallest` is the search
 of the achievable oracle, which runs the simulator. Used by `evaluation`, and for the clairvoyant baseline's schedule.
 
+LB0 holds for every fleet. The others hold for those that do the work when `demand` says, prompts at once and outputs
+evenly; a fleet that lets work wait can be a little below them, and `with_slack` says by how much.
+
 Level k of a demand is its k-th replica: needed where the demand exceeds k - 1. A fleet of N replicas is levels 1 to N,
 a start is a level that comes on, and so each level is a problem of its own.
 """
