@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 WORKERS ?= -n 2 --no-loadscope-reorder
 
-.PHONY: help demo test prove bench bench-engine lint generate resources clean
+.PHONY: help demo test prove bench bench-engine evaluate lint generate resources clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
@@ -32,6 +32,9 @@ bench: $(VENV)/.dev ## Speed, as ratios within one run
 
 bench-engine: $(VENV)/.dev ## Our engine beside transformers, llama.cpp and vLLM on this CPU (installs them once, beside the caches)
 	@$(BIN)/python tests/bench/compare_engines.py $(BENCH_ARGS)
+
+evaluate: $(VENV)/.dev ## Tidegate beside others' policies, simulated: docs/evaluation.md (DATA=folder of traces; hours, goes on where it was stopped)
+	@$(BIN)/python -m tidegate_sim.evaluation $(if $(DATA),--data $(DATA)) --out docs/evaluation.md $(EVALUATE_ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

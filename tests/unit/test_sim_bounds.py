@@ -141,12 +141,12 @@ def test_a_request_is_the_work_of_its_tokens() -> None:
 
 def test_work_is_spread_over_the_time_that_it_may_take() -> None:
     work = Work(0.1, 0.0, 0.01, 0.0, 0.0)
-    needs = bounds.demand([Arrival(12.0, 100, 11)], work, itl_seconds=0.8, slot_seconds=15)
+    needs = bounds.demand([Arrival(12.0, 100, 11)], [work], itl_seconds=0.8, slot_seconds=15)
     # The prompt at 12 s; ten decodes of 0.1 s from 12 s to 20 s.
     assert needs == pytest.approx([(1.0 + 3 / 8) / 15, 5 / 8 / 15])
     arrivals = [Arrival(float(n), 50 + n, 1 + n) for n in range(40)]
     total = sum(work.seconds(arrival.isl, arrival.osl) for arrival in arrivals)
-    assert bounds.by_work(bounds.demand(arrivals, work, itl_seconds=0.05)) == pytest.approx(total)
+    assert bounds.by_work(bounds.demand(arrivals, [work], itl_seconds=0.05)) == pytest.approx(total)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -160,7 +160,7 @@ def test_no_batches_do_the_work_in_less_time_than_the_bound(
 ) -> None:
     """Prompts first, each in one step; then decodes of the most that are left, `batch` at a time."""
     step = StepModel(**{**STEP.as_dict(), "threshold_tokens": threshold})
-    work = bounds.work_of(step, largest_batch=batch)
+    works = bounds.works_of(step, largest_batch=batch, kv_tokens=batch * 321)
     seconds = sum(step.seconds(StepShape(isl, 0, 1, isl * isl / 2, True)) for isl, _ in lengths)
     left = [[isl + 1, osl - 1] for isl, osl in lengths]
     while running := [item for item in left if item[1] > 0][:batch]:
@@ -168,7 +168,23 @@ def test_no_batches_do_the_work_in_less_time_than_the_bound(
         for item in running:
             item[0] += 1
             item[1] -= 1
-    assert sum(work.seconds(isl, osl) for isl, osl in lengths) <= seconds * (1 + 1e-9)
+    for work in works:
+        assert sum(work.seconds(isl, osl) for isl, osl in lengths) <= seconds * (1 + 1e-9)
+
+
+def test_the_largest_bound_of_a_slot_counts() -> None:
+    works = bounds.works_of(STEP, largest_batch=256, kv_tokens=10_000)
+
+    def largest(isl: int, osl: int) -> int:
+        return max(range(len(works)), key=lambda number: works[number].seconds(isl, osl))
+
+    # In the order of `works_of`: nothing for tokens, by seats and by cache; what tokens cost, by seats and by cache.
+    assert largest(5000, 300) == 1, "long contexts fill the cache, and prompts find room in the decodes' steps"
+    assert largest(5, 200) == 3, "decodes that are many in a step pay for their tokens"
+    assert largest(5000, 1) in (2, 3), "prompts alone pay for their tokens"
+    two = [Arrival(0.0, 5000, 100), Arrival(100.0, 5000, 1)]
+    each = [bounds.demand(two, [work], itl_seconds=0.05) for work in works]
+    assert bounds.demand(two, works, itl_seconds=0.05) == [max(slot) for slot in zip(*each, strict=True)]
 
 
 def test_the_oracle_finds_the_smallest_margin_that_attains() -> None:

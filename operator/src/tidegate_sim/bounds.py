@@ -6,6 +6,9 @@ Bounds, each above the one before: `by_work` (LB0) counts the work alone, `by_wh
 policy with misses is held against what is possible with as many. `with_slack` lets work wait. `smallest` is the search
 of the achievable oracle, which runs the simulator. Used by `evaluation`, and for the clairvoyant baseline's schedule.
 
+LB0 holds for every fleet. The others hold for those that do the work when `demand` says, prompts at once and outputs
+evenly; a fleet that lets work wait can be a little below them, and `with_slack` says by how much.
+
 Level k of a demand is its k-th replica: needed where the demand exceeds k - 1. A fleet of N replicas is levels 1 to N,
 a start is a level that comes on, and so each level is a problem of its own.
 """
@@ -48,37 +51,54 @@ class Work:
         return decodes * self.decode_seconds + self.kv_token_seconds * context
 
 
-def work_of(step: StepModel, *, largest_batch: float) -> Work:
-    """A bound from below, for any batches of at most `largest_batch` sequences.
+def works_of(step: StepModel, *, largest_batch: float, kv_tokens: float = math.inf) -> tuple[Work, ...]:
+    """Bounds from below, for steps of at most `largest_batch` sequences and `kv_tokens` of context; `demand` takes all.
 
-    A step of T tokens takes at least base + share x token x (T - T0) for any share in [0, 1]: the largest that leaves
-    no step with a negative rest is taken. A step decodes at most `largest_batch` tokens, so each carries that part of
-    the rest. Work that mixed steps add, and steps that are not full, are left out.
+    A step of T tokens takes at least base + share x token x (T - T0) for any share in [0, 1] that leaves no step with a
+    negative rest: none, where decodes alone make the steps and prompts fit into the tokens that cost nothing, or the
+    largest. The rest is shared by what is in the step: by its sequences, of which there are no more than
+    `largest_batch`, or by their context, of which there is no more than `kv_tokens`. Work that mixed steps add, and
+    steps that are not full, are left out.
     """
     threshold = step.token_seconds * step.threshold_tokens
-    share = min(1.0, step.base_seconds / threshold) if threshold > 0 else 1.0
-    token = share * step.token_seconds
-    rest = step.base_seconds - share * threshold
-    return Work(
-        decode_seconds=rest / largest_batch + token + step.sequence_seconds,
-        kv_token_seconds=step.kv_token_seconds,
-        prefill_seconds=token,
-        attention_seconds=step.attention_seconds,
-        sequence_seconds=step.sequence_seconds,
-    )
+    largest = min(1.0, step.base_seconds / threshold) if threshold > 0 else 1.0
+    works = []
+    for share in (0.0, largest):
+        rest = step.base_seconds - share * threshold
+        token = share * step.token_seconds
+        for by_sequences, by_context in ((1.0, 0.0), (0.0, 1.0)):
+            works.append(
+                Work(
+                    decode_seconds=token + step.sequence_seconds + by_sequences * rest / largest_batch,
+                    kv_token_seconds=step.kv_token_seconds + by_context * rest / kv_tokens,
+                    prefill_seconds=token,
+                    attention_seconds=step.attention_seconds,
+                    sequence_seconds=step.sequence_seconds,
+                )
+            )
+    return tuple(works)
 
 
 def demand(
-    arrivals: Iterable[Arrival], work: Work, *, itl_seconds: float, slot_seconds: float = SLOT_SECONDS
+    arrivals: Sequence[Arrival], works: Iterable[Work], *, itl_seconds: float, slot_seconds: float = SLOT_SECONDS
 ) -> list[float]:
-    """Work a slot in replicas: prompts where they arrive, outputs over the time that the ITL goal gives them."""
+    """Work a slot in replicas: prompts where they arrive, outputs over the time that the ITL goal gives them.
+
+    Of several bounds of the work each slot has the largest.
+    """
+    return [
+        max(needs)
+        for needs in zip(*(_demand(arrivals, work, itl_seconds, slot_seconds) for work in works), strict=True)
+    ]
+
+
+def _demand(arrivals: Sequence[Arrival], work: Work, itl_seconds: float, slot_seconds: float) -> list[float]:
     slots: list[float] = []
     for arrival in arrivals:
         _spread(slots, work.prompt_seconds(arrival.isl), arrival.at_seconds, arrival.at_seconds, slot_seconds)
-        output = work.output_seconds(arrival.isl, arrival.osl)
-        if output > 0:
+        if arrival.osl > 1:
             end = arrival.at_seconds + (arrival.osl - 1) * itl_seconds
-            _spread(slots, output, arrival.at_seconds, end, slot_seconds)
+            _spread(slots, work.output_seconds(arrival.isl, arrival.osl), arrival.at_seconds, end, slot_seconds)
     return [seconds / slot_seconds for seconds in slots]
 
 
@@ -174,14 +194,15 @@ def with_misses(needs: Sequence[float], costs: Costs, *, missed_share: float) ->
         return paid + price * owed, owed - done
 
     low, high = 0.0, 1.0
-    while value(high)[1] > 0 and high < 1e9:
+    undone = 1e-9 * owed
+    while value(high)[1] > undone and high < 1e9:
         low, high = high, high * 4
     best = max(value(low)[0], value(high)[0])
     for _ in range(40):
         middle = (low + high) / 2
         bound, slope = value(middle)
         best = max(best, bound)
-        if slope > 0:
+        if slope > undone:
             low = middle
         else:
             high = middle

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tidegate_engine.settings import BatchSettings
 from tidegate_sim.controller import FleetView, Order
 
 
@@ -14,9 +15,11 @@ class Static:
     replicas: int
     period_seconds: float = 60.0
     name: str = "static"
+    settings: BatchSettings | None = None
+    """None leaves them as they are."""
 
     def decide(self, view: FleetView) -> Order:
-        return Order(self.replicas, reason="Static")
+        return Order(self.replicas, settings=self.settings, reason="Static")
 
 
 @dataclass

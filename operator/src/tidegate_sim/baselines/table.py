@@ -61,8 +61,8 @@ WAITING_BESIDE = 2.0
 
 def clairvoyant_schedule(plant: Plant, margin: float, arrivals: Sequence[Arrival]) -> list[tuple[float, int]]:
     """The fleet of LB2 for (1 + margin) times the demand, each replica ordered so early that it is ready in time."""
-    work = bounds.work_of(plant.step, largest_batch=plant.settings.max_num_seqs)
-    needs = [need * (1 + margin) for need in bounds.demand(arrivals, work, itl_seconds=plant.itl_seconds)]
+    works = bounds.works_of(plant.step, largest_batch=plant.settings.max_num_seqs, kv_tokens=plant.kv_tokens)
+    needs = [need * (1 + margin) for need in bounds.demand(arrivals, works, itl_seconds=plant.itl_seconds)]
     first = bounds.whole_replicas(needs[:1], floor=plant.lowest_replicas) or [plant.lowest_replicas]
     costs = bounds.Costs(plant.start_seconds, floor=plant.lowest_replicas, initial=first[0])
     wanted = [min(count, plant.highest_replicas) for count in bounds.bridged(needs, costs)] or first
@@ -80,9 +80,13 @@ def _dynamo(name: str, *, throughput: bool = True, load: bool = False) -> Make:
 
 
 BASELINES: Mapping[str, Baseline] = {
-    "static": Baseline(_static, "replicas", 4, (2, 3, 4, 6, 8, 10, 12), "a fixed number of replicas"),
+    "static": Baseline(_static, "replicas", 8, (4, 6, 8, 10, 12, 14, 16, 20), "a fixed number of replicas"),
     "hpa-waiting": Baseline(
-        _hpa("hpa-waiting", hpa.waiting_per_pod), "waiting requests a pod", 5, (0.5, 1, 2, 5), "HPA on waiting requests"
+        _hpa("hpa-waiting", hpa.waiting_per_pod),
+        "waiting requests a pod",
+        5,
+        (0.25, 0.5, 1, 2, 5),
+        "HPA on waiting requests",
     ),
     "hpa-duty-cycle": Baseline(
         _hpa("hpa-duty-cycle", hpa.duty_cycle),
@@ -102,15 +106,17 @@ BASELINES: Mapping[str, Baseline] = {
         _hpa("hpa-concurrency", hpa.concurrency_per_pod),
         "requests in a pod",
         32,
-        (8, 16, 24, 32, 48, 64),
+        (4, 6, 8, 10, 12, 16, 20, 24, 32),
         "HPA on requests in the engines",
     ),
-    "hpa-both": Baseline(_hpa_both, "requests in a pod", 32, (16, 32, 48, 64), "HPA on requests in and waiting"),
+    "hpa-both": Baseline(
+        _hpa_both, "requests in a pod", 32, (6, 8, 10, 12, 16, 20, 32), "HPA on requests in and waiting"
+    ),
     "rps": Baseline(
         lambda plant, knob, arrivals: Hpa([hpa.RequestsPerSecond(knob).metric()], bounds_of(plant), name="rps"),
         "requests/s a replica",
-        5,
-        (1, 2, 3, 4, 6, 8, 12, 16),
+        0.5,
+        (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1),
         "HPA on requests a second",
     ),
     "keda": Baseline(
@@ -124,14 +130,14 @@ BASELINES: Mapping[str, Baseline] = {
         lambda plant, knob, arrivals: Knative(knob, bounds_of(plant)),
         "requests in a pod",
         100,
-        (16, 32, 48, 64, 100),
+        (6, 9, 12, 16, 20, 28, 40, 100),
         "Knative's KPA on concurrency",
     ),
     "wva": Baseline(
         lambda plant, knob, arrivals: Wva(Thresholds(kv_used_ratio=knob), bounds_of(plant)),
         "KV use that saturates",
         0.8,
-        (0.2, 0.3, 0.5, 0.8),
+        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
         "llm-d's variant autoscaler, by saturation",
     ),
     "dynamo-throughput": Baseline(
@@ -165,14 +171,14 @@ BASELINES: Mapping[str, Baseline] = {
         lambda plant, knob, arrivals: Aibrix(knob, bounds_of(plant)),
         "KV use of a pod",
         0.5,
-        (0.05, 0.1, 0.2, 0.3, 0.5),
+        (0.15, 0.25, 0.35, 0.5, 0.65),
         "AIBrix APA on KV use",
     ),
     "aibrix-kpa": Baseline(
         lambda plant, knob, arrivals: Aibrix(knob, bounds_of(plant), windows=True, name="aibrix-kpa"),
         "KV use of a pod",
         0.5,
-        (0.05, 0.1, 0.2, 0.3, 0.5),
+        (0.15, 0.25, 0.35, 0.5, 0.65),
         "AIBrix KPA on KV use",
     ),
     "chiron": Baseline(
