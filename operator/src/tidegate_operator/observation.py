@@ -106,6 +106,9 @@ class EngineInfo:
     step_model: StepModel | None
     step_model_residual_ratio: float | None
     step_model_samples: float | None
+    layers: int | None = None
+    weight_dtype: str | None = None
+    """What most of the weights are held in, in the engine's words."""
 
 
 @dataclass(frozen=True, slots=True)
