@@ -1,6 +1,7 @@
-"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words.
+"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words, `plan` is
+`plan_command`'s.
 
-Reads an object that kubectl printed; talks to no cluster itself, so it needs no rights and works on a saved file too.
+`explain` reads an object that kubectl printed; no command talks to a cluster itself, so none needs rights.
 """
 
 import argparse
@@ -46,7 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument(
         "-f", "--filename", default="-", metavar="FILE", help="file with the object; - (the default) is standard input"
     )
-    options = parser.parse_args(arguments)
+    # Its flags are its own module's, which is imported only when it is meant.
+    commands.add_parser("plan", add_help=False, help="say which GPUs, how many and in which precision a model needs")
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "plan":
+        from tidegate_operator import plan_command
+
+        return plan_command.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         objects = list(read_objects(_read(options.filename)))
     except UnreadableInput as error:

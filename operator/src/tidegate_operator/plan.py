@@ -160,7 +160,7 @@ class Question:
 
 
 def with_implied_itl(question: Question) -> Question:
-    """So many answers at once at so many tokens a second are a time between two tokens of each: a goal, if none is set."""
+    """So many answers at once at so many tokens a second are a time between two tokens: a goal, if none is set."""
     load = question.load
     if question.targets.itl_seconds is not None or not load.concurrency or not load.tokens_per_second:
         return question
@@ -226,7 +226,7 @@ def plan(question: Question) -> Answer:
     options: list[Option] = []
     refusals: list[Refusal] = []
     for gpu in question.gpus:
-        for precision in question.precisions:
+        for precision in _tried_precisions(question, gpu):
             found = _best_option(question, gpu, held(precision, kv=question.kv))
             if isinstance(found, Option):
                 options.append(found)
@@ -239,6 +239,13 @@ def plan(question: Question) -> Answer:
     choice = _refined(question, reaching[0])
     others = [option for option in options if option is not reaching[0]]
     return Answer((choice, *others), tuple(refusals), choice, _why(choice, reaching[1:]))
+
+
+def _tried_precisions(question: Question, gpu: Gpu) -> tuple[str, ...]:
+    """What was asked for, and fp16 where bf16 was and the GPU has none."""
+    asked = question.precisions
+    stands_in = "bf16" in asked and not gpu.has("bf16") and "fp16" not in asked
+    return (*asked, "fp16") if stands_in else asked
 
 
 def missing_precision(gpu: Gpu, kinds: Held) -> str | None:
@@ -372,34 +379,35 @@ def _replicas(question: Question, option: Option, *, scene: Scenario, usable: fl
             # As many as are asked for at once, each as long as it takes under the goals.
             replicas = max(1, math.ceil(load.concurrency / running - 1e-9))
             return load.concurrency / running * usable, replicas
-        slots = _slots(option)
-        replicas = max(replicas, math.ceil(load.concurrency / slots - 1e-9))
+        replicas = max(replicas, math.ceil(load.concurrency / _slots(option, scene) - 1e-9))
     return (rate, replicas) if rate > 0 else (usable, 1)
 
 
-def _slots(option: Option) -> float:
-    """Requests that one replica can have in progress."""
-    return max(1.0, float(option.settings.max_num_seqs))
+def _slots(option: Option, scene: Scenario) -> float:
+    """Requests that one replica can have in progress: by its settings and by its KV cache."""
+    by_kv = scene.kv_tokens / (KV_RESERVE * (scene.context + scene.kv_slack_tokens))
+    return max(1.0, min(float(option.settings.max_num_seqs), by_kv))
 
 
 # --- the choice ----------------------------------------------------------------------------------------------------
 
 
 def _rank(question: Question, option: Option) -> tuple[float, ...]:
-    """Goals first, then money, then GPUs. Without a load each option carries another rate, so a token's price counts."""
+    """Goals first, then money, then GPUs. Without a load options carry different rates: a token's price compares."""
     missing = len(option.misses) or (0 if option.capacity.requests_per_second > 0 else 3)
     money = option.cost_per_million_tokens if question.load == Load() else option.cost_per_hour
     return (missing, math.inf if money is None else money, option.gpu_count)
 
 
 def _why(choice: Option, others: Sequence[Option]) -> str:
-    parts = [f"{describe(choice)} reaches the goals for the least money"]
+    """In words, without the choice itself: why it, what comes next, and what bounds it."""
     if choice.cost_per_hour is None:
-        parts = [f"{describe(choice)} reaches the goals; no price is known"]
+        return f"it reaches the goals, and no price is known; a replica is bound by {choice.capacity.bottleneck}"
+    parts = ["it reaches the goals for the least money"]
     rival = next((option for option in others if option.gpu is not choice.gpu), None)
     if rival is not None and rival.cost_per_million_tokens and choice.cost_per_million_tokens:
-        ratio = rival.cost_per_million_tokens / choice.cost_per_million_tokens
-        parts.append(f"the next GPU, {describe(rival)}, costs {ratio:.2f} times as much a token")
+        more = rival.cost_per_million_tokens / choice.cost_per_million_tokens - 1
+        parts.append(f"the next GPU, {describe(rival)}, costs {100 * more:.0f} % more a token")
     parts.append(f"a replica is bound by {choice.capacity.bottleneck}")
     return "; ".join(parts)
 

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from tidegate_engine.settings import ISL_EDGES, OSL_EDGES, Envelope, lower_edge
 from tidegate_operator.capacity import Targets
@@ -16,19 +15,20 @@ from tidegate_operator.gpus import GPUS, PRICES_OF, Gpu, PriceError, find_gpu, n
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.model_shapes import PRECISIONS, ModelShape, UnknownModel, read_shape
 from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan
+from tidegate_operator.plan import describe as describe_option
 from tidegate_operator.prior import PRIOR_ERROR
 
-HELP = "say which GPUs, how many, in which precision and with which batch settings a model needs"
 DESCRIPTION = f"""\
 Say what serving a model would take, before anything runs: for each GPU and precision whether it fits, the GPUs of a
-replica, the replicas, the batch settings, the latencies to expect, the largest rate and the cost; then which one to take
-and why.
+replica, the replicas, the batch settings, the latencies to expect, the largest rate and the cost; then which one to
+take and why.
 
   tidegate plan --model Llama-3.1-8B --ttft 500ms --itl 50ms --mix chat --rate 20
   tidegate plan --model Llama-2-7B --concurrency 500 --tokens-per-second 10000 --ttft 500ms
   tidegate plan --model ./config.json --gpu H100 --gpu L40S --precision fp8,int4 --mix 8000:200 --json
 
-Step times are a roofline's, about {100 * PRIOR_ERROR:.0f} % off; a running engine measures its own, and the operator goes by those.
+Step times are a roofline's and taken to be {100 * PRIOR_ERROR:.0f} % off; a running engine measures its own, and the
+operator goes by those. The GPUs of a replica share each layer (tensor parallelism).
 Prices are of {PRICES_OF} and only defaults: give yours with --price "H100 SXM=2.10".
 """
 
@@ -49,10 +49,10 @@ class BadFlag(ValueError):
     """A flag that cannot be read: one sentence."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add `plan` to the sub-commands."""
-    parser = commands.add_parser(
-        "plan", help=HELP, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Ends the process with argparse's own words when a flag is unknown."""
+    parser = argparse.ArgumentParser(
+        prog="tidegate plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="a well-known name, a folder with config.json, or a GGUF file")
     parser.add_argument(
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--precision",
-        default="bf16,fp16,fp8,int8",
+        default="bf16,fp8,int8",
         metavar="LIST",
         help=f"of the weights: {', '.join(PRECISIONS)} (%(default)s)",
     )
@@ -80,10 +80,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--headroom", type=float, default=15.0, metavar="PERCENT", help="kept free (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code 0; 1 when no option reaches the goals; 2 with one sentence when the question cannot be read."""
+    options = read_flags(arguments)
     try:
         question = read_question(options)
     except (BadFlag, UnknownModel, PriceError) as error:
@@ -179,13 +181,13 @@ def _positive(flag: str, value: float | None) -> float | None:
 
 
 def _gpus(names: Iterable[str]) -> tuple[Gpu, ...]:
-    found = []
+    found: dict[str, Gpu] = {}
     for name in names:
         gpu = find_gpu(name)
         if gpu is None:
             raise BadFlag(f"the GPU {name!r} is unknown; known are {', '.join(nearest_names(name))}")
-        found.append(gpu)
-    return tuple(dict.fromkeys(found)) or GPUS
+        found[gpu.name] = gpu
+    return tuple(found.values()) or GPUS
 
 
 def _precisions(text: str) -> tuple[str, ...]:
@@ -217,8 +219,8 @@ def describe(question: Question, answer: Answer) -> list[str]:
         lines.append("  ".join(cells).rstrip())
     lines += [
         "",
-        "GPUs: of one replica. weights, KV, workspace: GB in each of them. batch: sequences/tokens a step/prompt chunk.",
-        "req/s: the most that one replica carries within the goals. TTFT, ITL: 95th percentile at the planned load, ms.",
+        "GPUs: of a replica. weights, KV, workspace: GB in each. batch: sequences/tokens a step/prompt chunk.",
+        "req/s: the most that a replica carries within the goals. TTFT, ITL: ms at the planned load, 95th percentile.",
     ]
     if answer.refusals:
         lines += [
@@ -296,7 +298,7 @@ def _verdict(question: Question, answer: Answer) -> Iterable[str]:
     if answer.choice is None:
         yield f"No choice: {answer.why}."
         return
-    yield f"Take {answer.why}."
+    yield f"Take {describe_option(answer.choice)}: {answer.why}."
     default = question.prices.is_default(answer.choice.gpu)
     if default and answer.choice.cost_per_hour is not None:
         yield f'Its price is a default of {PRICES_OF}; yours: --price "{answer.choice.gpu.name}=USD".'
@@ -351,10 +353,3 @@ def _option_dict(question: Question, option: Option) -> dict[str, object]:
 
 def _refusal_dict(refusal: Refusal) -> dict[str, object]:
     return {"gpu": refusal.gpu.name, "precision": refusal.precision, "reason": refusal.reason}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`tidegate plan` alone, for tests."""
-    parser = argparse.ArgumentParser(prog="tidegate")
-    add_parser(parser.add_subparsers(dest="command", required=True))
-    return run(parser.parse_args(arguments))

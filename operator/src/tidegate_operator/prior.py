@@ -42,8 +42,11 @@ SAMPLING_SECONDS, SAMPLING_BANDWIDTH, SAMPLING_VOCABULARY = 11.4e-6, 1.79e12, 12
 """A sequence's sampling, as fitted to a real vLLM on an RTX PRO 6000 (LLMServingSim's bench); it reads logits."""
 MIXED_KV_SLOWDOWN = 0.8
 """Decode attention reads its KV 1.8 times slower in a step that also prefills (same bench: 1.6 to 2)."""
-REDUCE_SECONDS = 10e-6
-"""An all-reduce's latency within a node, of which each layer has two (aiconfigurator's systems; NCCL takes 30)."""
+REDUCE_SECONDS, PCIE_REDUCE_SECONDS = 10e-6, 30e-6
+"""An all-reduce's latency within a node, of which each layer has two: over NVLink with kernels of the engines' own
+(aiconfigurator's systems), and as NCCL takes at least (vidur's tables)."""
+NVLINK_BYTES_PER_SECOND = 200e9
+"""Links from here on are NVLink."""
 REDUCE_BANDWIDTH = 0.65
 """Of a link: 340 to 380 of 450 GB/s on a DGX H100, 152 of 300 on a DGX A100 (vidur's all-reduce tables)."""
 
@@ -106,15 +109,16 @@ def _dense_bytes(parameters: int, precision: str) -> int:
 def arithmetic_of(gpu: Gpu, precision: str) -> float:
     """Operations a second that are reached in a precision. Raises KeyError when the GPU lacks it.
 
-    int4 weights are multiplied in 16 bits; fp32 takes the tensor cores' TF32 at half their 16-bit rate.
+    int4 weights are multiplied in 16 bits, which are fp16 where there is no bf16; fp32 takes the tensor cores' TF32 at
+    half their 16-bit rate.
     """
-    half = "bf16" if "bf16" in gpu.flops else "fp16"
     shares = POWER_LIMITED_ARITHMETIC if gpu.power_limited else ARITHMETIC
+    if precision in ("fp8", "int8"):
+        return gpu.flops[precision] * shares[1]
+    half = gpu.flops.get("bf16", gpu.flops["fp16"]) * shares[2]
     if precision == "fp32":
-        return gpu.flops[half] / (2 if half == "bf16" else 8) * shares[2]
-    if precision == "int4":
-        return gpu.flops[half] * shares[2]
-    return gpu.flops[precision] * shares[1 if precision in ("fp8", "int8") else 2]
+        return half / (2 if "bf16" in gpu.flops else 8)
+    return half
 
 
 def step_prior(work: Work, gpu: Gpu, *, tensor_parallel: int = 1) -> StepModel:
@@ -125,19 +129,19 @@ def step_prior(work: Work, gpu: Gpu, *, tensor_parallel: int = 1) -> StepModel:
     arithmetic = sum(_seconds(gpu, part.precision, part.token_parameters * share) for part in work.matrices)
     heads = sum(_seconds(gpu, part.precision, part.sequence_parameters * share) for part in work.matrices)
     reduces = 2 * work.layers if tensor_parallel > 1 else 0
+    reduce_seconds = REDUCE_SECONDS if gpu.link_bytes_per_second >= NVLINK_BYTES_PER_SECOND else PCIE_REDUCE_SECONDS
     # Each GPU sends and receives about twice its share of every row.
     reduce_row = 2 * (1 - share) * work.hidden * 2 / (gpu.link_bytes_per_second * REDUCE_BANDWIDTH) * reduces
     kv_share = max(share, 1 / work.kv_heads)
     kv = work.kv_bytes_per_token * kv_share / (bandwidth * KV_BANDWIDTH)
-    half = max(gpu.flops.get("bf16", 0.0), gpu.flops["fp16"])
     sampling = SAMPLING_SECONDS * SAMPLING_BANDWIDTH / bandwidth * work.vocab_size / SAMPLING_VOCABULARY
     return StepModel(
-        base_seconds=HOST_SECONDS + work.layers * LAYER_SECONDS + read + reduces * REDUCE_SECONDS,
+        base_seconds=HOST_SECONDS + work.layers * LAYER_SECONDS + read + reduces * reduce_seconds,
         threshold_tokens=float(round(OVERLAP * read / arithmetic)),
         token_seconds=arithmetic + reduce_row,
         kv_token_seconds=kv,
         sequence_seconds=sampling + heads,
-        attention_seconds=4 * work.attention_width * share / (half * ATTENTION_ARITHMETIC),
+        attention_seconds=4 * work.attention_width * share / (gpu.flops["fp16"] * ATTENTION_ARITHMETIC),
         mixed_kv_token_seconds=MIXED_KV_SLOWDOWN * kv,
     )
 
