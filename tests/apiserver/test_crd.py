@@ -49,6 +49,36 @@ BAD_SPECS: list[tuple[str, dict[str, Any], str]] = [
         spec(autoscaling={"minReplicas": 5, "maxReplicas": 4}),
         "autoscaling.minReplicas must not be above autoscaling.maxReplicas",
     ),
+    (
+        "a schedule without bounds",
+        spec(autoscaling={**AUTO, "schedules": [{"name": "day", "startTime": "08:00", "endTime": "18:00"}]}),
+        "autoscaling.schedules: give minReplicas, maxReplicas or both",
+    ),
+    (
+        "a schedule above the maximum",
+        spec(
+            autoscaling={
+                **AUTO,
+                "schedules": [{"name": "day", "startTime": "08:00", "endTime": "18:00", "minReplicas": 5}],
+            }
+        ),
+        "autoscaling.schedules: minReplicas must not be above maxReplicas",
+    ),
+    (
+        "a schedule at no time",
+        spec(
+            autoscaling={
+                **AUTO,
+                "schedules": [{"name": "day", "startTime": "8", "endTime": "24:00", "minReplicas": 2}],
+            }
+        ),
+        "spec.autoscaling.schedules[0].startTime",
+    ),
+    (
+        "a budget below the minimum",
+        spec(autoscaling={**AUTO, "minReplicas": 3, "maxGPUs": 5}, resources={"gpu": {"count": 2}}),
+        "autoscaling.maxGPUs must not be below autoscaling.minReplicas times resources.gpu.count",
+    ),
     ("no replica at least", spec(autoscaling={"minReplicas": 0, "maxReplicas": 4}), "greater than or equal to 1"),
     ("an unknown mode", spec(autoscaling={**AUTO, "mode": "Turbo"}), 'Unsupported value: "Turbo"'),
     ("a negative number of replicas", spec(replicas=-1), "spec.replicas: Invalid value: -1"),

@@ -57,6 +57,7 @@ def test_every_list_map_has_keys_that_are_required() -> None:
 
 def test_the_definition_stays_below_64_kib() -> None:
     assert len(json.dumps(crd.custom_resource_definition(), separators=(",", ":"))) < 64 * 1024
+    assert len(crd.plain_file().encode()) < 64 * 1024
 
 
 def test_replicas_have_no_default_so_that_an_autoscaler_can_own_them() -> None:
@@ -127,7 +128,10 @@ def test_a_model_that_has_no_structural_form_is_refused_by_its_path(model: type[
         crd.structural(model)
 
 
-@pytest.mark.parametrize("text", ["yes", "n", "null", "1.5", "a: b", "# a", "", "- x", "{x}", "it's", 'a "b"', "é…"])
+@pytest.mark.parametrize(
+    "text",
+    ["yes", "n", "null", "1.5", "a: b", "# a", "", "- x", "{x}", "a, b", "it's", 'a "b"', "é…", 40 * "long, text "],
+)
 def test_the_yaml_writer_never_changes_a_text(text: str) -> None:
     value = {"spec": [{"n": text, "list": [text, text], "empty": [], "none": {}}], text: True}
     assert yaml.safe_load(crd._yaml(value, "")) == value

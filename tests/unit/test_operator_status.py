@@ -13,6 +13,7 @@ from tidegate_operator.observation import (
     Action,
     Decision,
     Demand,
+    Limits,
     MetricsState,
     Observation,
     PatternShare,
@@ -232,7 +233,8 @@ def test_it_is_said_why_the_operator_does_not_scale(autoscaling: dict[str, Any] 
 
 @pytest.mark.parametrize(("wanted", "reason"), [(9, "TooManyReplicas"), (1, "TooFewReplicas"), (3, "WithinBounds")])
 def test_bounds_that_hold_the_number_are_told(wanted: int, reason: str) -> None:
-    built = build(seen(pod()), chosen(3, wanted_replicas=wanted), autoscaling={"minReplicas": 2, "maxReplicas": 4})
+    decision = chosen(3, wanted_replicas=wanted, limits=Limits(2, 4))
+    built = build(seen(pod()), decision, autoscaling={"minReplicas": 2, "maxReplicas": 4})
     assert condition(built, "ScalingLimited")["reason"] == reason
 
 

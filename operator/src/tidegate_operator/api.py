@@ -8,9 +8,10 @@ Read by `policy`, `render`, `status` and the shell.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 
@@ -563,6 +564,54 @@ class Behavior(Part):
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas may be taken away.")
 
 
+CLOCK_TIME = r"^([01][0-9]|2[0-3]):[0-5][0-9]$"
+ClockTime = Annotated[str, Field(max_length=5, pattern=CLOCK_TIME)]
+"""Hours and minutes of a wall clock, such as 08:30."""
+Weekday = Literal["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+WEEKDAYS: tuple[Weekday, ...] = get_args(Weekday)
+
+
+class Schedule(Part):
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            (
+                "has(self.minReplicas) || has(self.maxReplicas)",
+                "autoscaling.schedules: give minReplicas, maxReplicas or both",
+            ),
+        )
+    )
+
+    name: str = Field(min_length=1, max_length=63, description="Name of the schedule in status.")
+    time_zone: str | None = Field(
+        default=None, max_length=64, description="IANA name of the time zone, such as Europe/Berlin. UTC when absent."
+    )
+    days_of_week: tuple[Weekday, ...] = Field(
+        default=(),
+        max_length=7,
+        description="Days on which it begins. Every day when absent.",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+    )
+    start_time: ClockTime = Field(description="When it begins, HH:MM; the minimum already a replica's start earlier.")
+    end_time: ClockTime = Field(description="When it ends, HH:MM; on the next day when not after startTime.")
+    min_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Replaces autoscaling.minReplicas meanwhile."
+    )
+    max_replicas: int | None = Field(
+        default=None, ge=1, le=1000, description="Replaces autoscaling.maxReplicas meanwhile."
+    )
+
+    @field_validator("time_zone")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        # No schema can say which zones there are, and without one nobody knows when the schedule holds.
+        if name is not None and name != "UTC":
+            try:
+                ZoneInfo(name)
+            except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+                raise ValueError(f"{name} is no time zone that is known here: give an IANA name") from error
+        return name
+
+
 class Autoscaling(Part):
     model_config = ConfigDict(
         json_schema_extra=_rules(
@@ -573,6 +622,12 @@ class Autoscaling(Part):
             (
                 "!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
                 "autoscaling.minReplicas must not be above autoscaling.maxReplicas",
+            ),
+            (
+                "!has(self.schedules) || self.schedules.all(s, (has(s.minReplicas) ? s.minReplicas : self.minReplicas)"
+                " <= (has(s.maxReplicas) ? s.maxReplicas : has(self.maxReplicas) ? self.maxReplicas : 1000))",
+                "autoscaling.schedules: minReplicas must not be above maxReplicas; what a schedule does not give is"
+                " autoscaling.minReplicas and autoscaling.maxReplicas",
             ),
         )
     )
@@ -588,6 +643,19 @@ class Autoscaling(Part):
     min_replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas with mode Auto.")
     max_replicas: int | None = Field(
         default=None, ge=1, le=1000, description="Most replicas with mode Auto; required there and with Observe."
+    )
+    max_gpus: int | None = Field(
+        default=None,
+        alias="maxGPUs",
+        ge=1,
+        le=64_000,
+        description="Most GPUs that the replicas may take together, schedules included. No limit when absent.",
+    )
+    schedules: tuple[Schedule, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Other bounds at times of the day. Where several hold at once the highest of each bound counts.",
+        json_schema_extra=_MAP_BY_NAME,
     )
     headroom_percent: int = Field(
         default=15, ge=0, le=90, description="Share of a replica's capacity that is kept free for bursts."
@@ -946,6 +1014,12 @@ class Spec(Part):
             (
                 "!(has(self.autoscaling) && self.autoscaling.mode == 'External') || has(self.replicas)",
                 "replicas is required with autoscaling.mode External: the scale subresource starts from it",
+            ),
+            (
+                "!has(self.autoscaling) || !has(self.autoscaling.maxGPUs) || self.autoscaling.maxGPUs >="
+                " self.autoscaling.minReplicas * (has(self.resources) && has(self.resources.gpu) ?"
+                " self.resources.gpu.count : 1)",
+                "autoscaling.maxGPUs must not be below autoscaling.minReplicas times resources.gpu.count",
             ),
             (
                 "!self.model.uri.startsWith('oci://') || !has(self.podTemplate) || !has(self.podTemplate.volumeMounts)"

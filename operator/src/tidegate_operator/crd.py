@@ -187,6 +187,7 @@ def _refuse_unbounded(schema: Schema, path: str, *, under_rule: bool) -> None:
 
 PLAIN_PATH = "crds/tidegate.dev_llmdeployments.yaml"
 CHART_PATH = "charts/tidegate/templates/crd.yaml"
+LINE_LENGTH = 120
 PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*( [A-Za-z0-9_./()-]+|, [A-Za-z0-9_./()-]+)*\.?")
 NOT_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 HEADER = "# Generated from tidegate_operator.api by `make generate`; edit there.\n"
@@ -214,29 +215,33 @@ def chart_file() -> str:
 
 
 def _yaml(value: Any, indent: str) -> str:
-    """A block-style YAML writer for dicts, lists and scalars, so that the operator needs no YAML library."""
+    """A YAML writer for dicts, lists and scalars, so that the operator needs no YAML library.
+
+    A deep schema is mostly indentation, so a level is one space wide, a list's dashes stand under its key, and what
+    fits into a line stands in one.
+    """
     lines = []
     entries = value.items() if isinstance(value, dict) else ((None, item) for item in value)
     for key, item in entries:
         lead = f"{indent}-" if key is None else f"{indent}{_scalar(key)}:"
-        if not item or not isinstance(item, dict | list) or _is_flat_list(item):
+        if not isinstance(item, dict | list):
+            lines.append(f"{lead} {_scalar(item)}\n")
+        elif not item or len(lead) + len(_flow(item)) < LINE_LENGTH:
             lines.append(f"{lead} {_flow(item)}\n")
         elif key is None:
             lines.append(f"{lead} {_yaml(item, indent + '  ').lstrip()}")
         else:
-            # A list's dashes stand under its key: YAML allows it, and a deep schema stays small.
-            lines.append(f"{lead}\n{_yaml(item, indent if isinstance(item, list) else indent + '  ')}")
+            lines.append(f"{lead}\n{_yaml(item, indent if isinstance(item, list) else indent + ' ')}")
     return "".join(lines)
 
 
-def _is_flat_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(part, dict | list) for part in value)
-
-
 def _flow(value: Any) -> str:
+    """A value within a line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_flow(key)}: {_flow(part)}' for key, part in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_scalar, value))}]"
-    return "{}" if isinstance(value, dict) else _scalar(value)
+        return f"[{', '.join(map(_flow, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) and "," in value else _scalar(value)
 
 
 def _scalar(value: Any) -> str:

@@ -136,6 +136,17 @@ class Observation:
         return sum(replica.phase in phases for replica in self.replicas)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Fewest and most replicas at a time, what set them, and the schedules in force then."""
+
+    low: int
+    high: int
+    low_rule: str = "MinReplicas"
+    high_rule: str = "MaxReplicas"
+    schedules: tuple[str, ...] = ()
+
+
 class Bottleneck(StrEnum):
     PREFILL = "Prefill"
     DECODE = "Decode"
@@ -179,6 +190,8 @@ class Decision:
     """Before bounds and behaviour; None when demand or capacity is unknown."""
     bounded_by: tuple[str, ...] = ()
     """Rules that changed the wanted number, in order."""
+    limits: Limits | None = None
+    """The bounds at that time; None where others choose the number."""
     bottleneck: Bottleneck = Bottleneck.NONE
     mix: tuple[PatternShare, ...] = ()
     inputs: Mapping[str, float] = field(default_factory=dict)

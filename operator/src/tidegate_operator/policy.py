@@ -6,15 +6,19 @@ reason, those that held it back stand in `bounded_by`. Called by `reconcile`; `t
 With a known step model: wanted = ceil((arrivals + backlog / drain time) / (capacity of a replica under the targets x
 correction x (1 - headroom))). Before any pod has told its step model, capacity is unknown and the rules are reactive:
 more replicas by the ratio of the worst observed signal to its target, one step a start time; one fewer when the rest
-would stay under half of every target. Unknown is never zero: only fresh data of every pod takes a replica away.
+would stay under half of every target. `formula` is that arithmetic; every figure in it is in `Decision.inputs`.
+Unknown is never zero: only fresh data of every pod takes a replica away.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidegate_operator import formula
 from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
 from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.formula import Needs, figure
+from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
     Memory,
     Scale,
@@ -36,6 +40,7 @@ from tidegate_operator.observation import (
     Bottleneck,
     Decision,
     Demand,
+    Limits,
     MetricsState,
     Observation,
     ReplicaPhase,
@@ -48,7 +53,6 @@ UNKNOWN_START_SECONDS = 30
 SHORTEST_DRAIN_SECONDS = 10
 FULL_SLOTS = 0.9
 FULL_KV = 0.8
-REACTIVE_DOWN_PRESSURE = 0.5
 CORRECTION_FLOOR = 0.4
 CORRECTION_STEP = 0.7
 CORRECTION_LIFE_SECONDS = 1800
@@ -68,6 +72,7 @@ class Context:
     mix: Mix
     scene: Scenario | None
     capacity: Capacity | None
+    limits: Limits
     replicas: int
     wanted: int | None = None
     want_up: int | None = None
@@ -113,6 +118,7 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:
             scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
+    limits = limits_at(spec, observation.now, start_seconds=observation.start_seconds or UNKNOWN_START_SECONDS)
     tuning = tune(spec, observation, memory=memory, scene=scene, active=fresh and not spec.autoscaling.paused)
     return Context(
         spec=spec,
@@ -122,8 +128,24 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
         mix=mix,
         scene=scene,
         capacity=capacity_of(scene, tuning.settings) if scene else None,
+        limits=limits,
         replicas=observation.current_replicas,
+        inputs=counts(spec, observation),
     )
+
+
+def counts(spec: Spec, observation: Observation) -> dict[str, float]:
+    """The pods, as every rule sees them."""
+    ready = observation.count(ReplicaPhase.READY)
+    covered = observation.demand.pods_covered if observation.demand is not None else 0
+    found = {
+        "currentReplicas": observation.current_replicas,
+        "readyReplicas": ready,
+        "startingReplicas": credited(spec, observation),
+        "unseenReplicas": max(0, ready - covered),
+        "lostReplicas": lost(spec, observation),
+    }
+    return {name: float(number) for name, number in found.items()}
 
 
 def targets_of(spec: Spec) -> Targets:
@@ -175,7 +197,7 @@ def start_with_minimum(context: Context) -> Context:
     """No replica is asked for yet: begin with the fewest allowed."""
     if context.current > 0:
         return context
-    low, _ = context.spec.replica_bounds()
+    low = context.limits.low
     return replace(
         context, replicas=low, reason="FirstReplicas", message=f"starting with minReplicas {low}", final=True
     )
@@ -223,12 +245,14 @@ def correct_by_measurement(context: Context) -> Context:
     if not settled or not enough or credited(context.spec, context.observation):
         return context
     miss = worst_ratio(context.spec, demand, without=capacity.unreachable)
-    estimate = needs(context, demand, capacity)
-    if miss <= FEEDBACK_MISS_RATIO or estimate.up > context.current or memory.correction <= CORRECTION_FLOOR:
+    figures = figures_of(context, demand, capacity)
+    estimate = formula.needs(figures)
+    enough_seen = estimate is not None and estimate.up <= context.current
+    if miss <= FEEDBACK_MISS_RATIO or not enough_seen or memory.correction <= CORRECTION_FLOOR:
         return context
     # By the measured ratio in bounded steps, but at least so far that one more replica is the answer.
     tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    one_more = memory.correction * estimate.inputs["needed"] / (context.current * tolerance) * 0.999
+    one_more = memory.correction * formula.needed(figures) / (context.current * tolerance) * 0.999
     correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
     return replace(context, memory=replace(memory, correction=correction, corrected_at=now, corrected_for=mix))
 
@@ -249,43 +273,33 @@ def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> f
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Replicas needed, as the two directions see it, and the figures behind."""
-
-    up: int
-    down: int
-    inputs: Mapping[str, float]
-
-
-def needs(context: Context, demand: Demand, capacity: Capacity) -> Needs:
-    """Replicas for the arriving work and the backlog, by the capacity of one replica."""
-    spec, observation, memory = context.spec, context.observation, context.memory
-    arrivals = sum(demand.arrivals_per_second.values())
-    drain = drain_seconds(spec, observation)
-    backlog = backlog_requests(context, demand, capacity) / drain
-    keep = 1 - spec.autoscaling.headroom_percent / 100
-    usable = max(1e-6, capacity.requests_per_second * memory.correction * keep)
-    aim = context.tuning.plan.capacity.requests_per_second if context.tuning.plan and context.tuning.reason else 0.0
-    usable_up = max(usable, aim * memory.correction * keep)
-    behavior = spec.autoscaling.behavior
-    load = arrivals + backlog
-    ratio = load / usable_up / max(1, context.current)
-    up = math.ceil(load / usable_up - 1e-9) if ratio > 1 + behavior.scale_up.tolerance_percent / 100 else 0
-    unseen = max(0, observation.count(ReplicaPhase.READY) - demand.pods_covered)
-    margin = 1 - min(90, behavior.scale_down.tolerance_percent) / 100
-    down = max(math.ceil((load + unseen * usable) / (usable * margin) - 1e-9), replicas_to_fit(context, demand))
-    inputs = {
-        "arrivalsPerSecond": arrivals,
-        "backlogPerSecond": backlog,
+def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str, float]:
+    """What the formula takes where a capacity is known: the arriving work, the backlog, what one replica carries."""
+    spec, memory = context.spec, context.memory
+    drain = drain_seconds(spec, context.observation)
+    plan = context.tuning.plan if context.tuning.reason else None
+    figures = {
+        **context.inputs,
+        **tolerances(spec),
+        "arrivalsPerSecond": sum(demand.arrivals_per_second.values()),
+        "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "correction": memory.correction,
         "headroomPercent": float(spec.autoscaling.headroom_percent),
-        "unseenReplicas": float(unseen),
         "drainSeconds": drain,
-        "needed": load / usable,
+        "replicasToFit": float(replicas_to_fit(context, demand)),
     }
-    return Needs(up=max(1, up), down=max(1, down), inputs=inputs)
+    if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
+        figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
+    return {name: figure(value) for name, value in figures.items()}
+
+
+def tolerances(spec: Spec) -> dict[str, float]:
+    behavior = spec.autoscaling.behavior
+    return {
+        "scaleUpTolerancePercent": float(behavior.scale_up.tolerance_percent),
+        "scaleDownTolerancePercent": float(behavior.scale_down.tolerance_percent),
+    }
 
 
 def drain_seconds(spec: Spec, observation: Observation) -> float:
@@ -331,25 +345,17 @@ def need_by_model(context: Context) -> Context:
     demand, capacity = context.observation.demand, context.capacity
     if demand is None or capacity is None or capacity.requests_per_second <= 0:
         return context
-    found = needs(context, demand, capacity)
-    wanted = found.up if found.up > context.current else min(found.down, context.current)
-    figures = found.inputs
+    figures = figures_of(context, demand, capacity)
+    needed = formula.needed(figures)
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
     message = (
         f"({figures['arrivalsPerSecond']:.3g} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
         f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
-        f" less {figures['headroomPercent']:.0f} % headroom = {figures['needed']:.2f} replicas"
+        f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
         message += f"; no number of replicas reaches the target for {', '.join(capacity.unreachable)}"
-    return replace(
-        context,
-        wanted=wanted,
-        want_up=found.up,
-        want_down=found.down,
-        inputs=figures,
-        message=message,
-    )
+    return _want(context, figures | {"needed": figure(needed)}, message=message)
 
 
 def need_when_idle(context: Context) -> Context:
@@ -357,15 +363,13 @@ def need_when_idle(context: Context) -> Context:
     demand = context.observation.demand
     if context.want_up is not None or demand is None or context.mix.cells or demand.waiting > 0:
         return context
-    unseen = max(0, context.observation.count(ReplicaPhase.READY) - demand.pods_covered)
-    down = max(1, replicas_to_fit(context, demand) + unseen)
-    message = f"nothing arrives; {demand.running:.0f} requests run"
-    return replace(context, wanted=min(down, context.current), want_up=1, want_down=down, message=message)
+    figures = {**context.inputs, "replicasToFit": float(replicas_to_fit(context, demand))}
+    return _want(context, figures, message=f"nothing arrives; {demand.running:.0f} requests run")
 
 
 def need_by_reaction(context: Context) -> Context:
     """No capacity known: follow the observed signals."""
-    demand, current = context.observation.demand, context.current
+    demand = context.observation.demand
     if context.want_up is not None or demand is None:
         return context
     ready = max(1, context.observation.count(ReplicaPhase.READY))
@@ -376,22 +380,24 @@ def need_by_reaction(context: Context) -> Context:
         "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
     }
     worst, signal = max((value, name) for name, value in pressure.items())
-    up = 1
-    tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    if worst > tolerance and not credited(context.spec, context.observation):
-        up = max(current + 1, math.ceil(current * min(2.0, worst)))
-    down = current
-    seen_all = demand.pods_covered >= context.observation.count(ReplicaPhase.READY)
-    if current > 1 and seen_all and worst * current / (current - 1) < REACTIVE_DOWN_PRESSURE:
-        down = max(current - 1, replicas_to_fit(context, demand))
-    message = f"capacity is not known yet; {signal} at {worst:.2f} of its limit"
+    figures = {
+        **context.inputs,
+        **tolerances(context.spec),
+        **{f"pressure_{name}": figure(value) for name, value in pressure.items()},
+        "replicasToFit": float(replicas_to_fit(context, demand)),
+    }
+    return _want(context, figures, message=f"capacity is not known yet; {signal} at {worst:.2f} of its limit")
+
+
+def _want(context: Context, figures: Mapping[str, float], *, message: str) -> Context:
+    found = formula.needs(figures) or Needs(1, context.current)
     return replace(
         context,
-        wanted=up if up > current else down,
-        want_up=up,
-        want_down=down,
+        wanted=found.wanted(context.current),
+        want_up=found.up,
+        want_down=found.down,
+        inputs=figures,
         message=message,
-        inputs={f"pressure_{name}": value for name, value in pressure.items()},
     )
 
 
@@ -399,6 +405,22 @@ def credited(spec: Spec, observation: Observation) -> int:
     """Pods on their way that are still within the time that a start may take."""
     return sum(
         replica.phase in STARTING_PHASES and observation.now - replica.created_at <= start_deadline(spec, observation)
+        for replica in observation.replicas
+    )
+
+
+def lost(spec: Spec, observation: Observation) -> int:
+    """Pods that do not come up though others of the same version serve: no supply, however long they are waited for."""
+    if not any(replica.phase == ReplicaPhase.READY and replica.updated for replica in observation.replicas):
+        return 0
+    deadline = start_deadline(spec, observation)
+    return sum(
+        replica.phase in (ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED)
+        or (
+            replica.phase in STARTING_PHASES
+            and replica.restarts == 0
+            and observation.now - replica.created_at > deadline
+        )
         for replica in observation.replicas
     )
 
@@ -437,7 +459,7 @@ def stabilise(context: Context) -> Context:
     behavior = context.spec.autoscaling.behavior
     down_seconds = behavior.scale_down.stabilization_window_seconds
     up_seconds = behavior.scale_up.stabilization_window_seconds
-    low, high = context.spec.replica_bounds()
+    low, high = context.limits.low, context.limits.high
     buckets = buckets_for((down_seconds, up_seconds), sync_seconds=context.spec.autoscaling.sync_period_seconds)
     want = Want(context.now, min(max(context.want_down, low), high), min(max(context.want_up, low), high))
     # Where nobody will follow it, a want for fewer is not pending, and its time need not be written down.
@@ -451,9 +473,11 @@ def stabilise(context: Context) -> Context:
         most = max(item.most for item in wants_within(memory, now=context.now, seconds=down_seconds))
         cold = memory.since is None or context.now - memory.since < down_seconds
         floor = context.current if cold else min(most, context.current)
+        context = _noted(context, "stabilizationFloor", floor)
         return _bounded(context, max(context.replicas, floor), rule="StabilizationWindow")
     if context.replicas > context.current and up_seconds:
         least = min(item.least for item in wants_within(memory, now=context.now, seconds=up_seconds))
+        context = _noted(context, "stabilizationCeiling", least)
         return _bounded(context, max(context.current, min(context.replicas, least)), rule="StabilizationWindow")
     return context
 
@@ -462,6 +486,7 @@ def wait_for_verification(context: Context) -> Context:
     """While changed settings are watched, capacity may not move under them."""
     if context.replicas >= context.current or context.tuning.verifying_until is None:
         return context
+    context = _noted(context, "verifyingSettings", 1)
     return _bounded(context, context.current, rule="SettingsVerification")
 
 
@@ -478,9 +503,8 @@ def limit_speed(context: Context) -> Context:
         allowed = _select(
             [_raised(base, policy) for base, policy in limits], behavior.scale_up.select_policy, more=max, fewer=min
         )
-        return _bounded(
-            context, max(current, min(context.replicas, current if allowed is None else allowed)), rule="ScaleUpPolicy"
-        )
+        most = max(current, current if allowed is None else allowed)
+        return _bounded(_noted(context, "scaleUpLimit", most), min(context.replicas, most), rule="ScaleUpPolicy")
     if context.replicas < current:
         limits = [
             (_at_period_start(context, policy.period_seconds or 60), policy) for policy in behavior.scale_down.policies
@@ -488,11 +512,9 @@ def limit_speed(context: Context) -> Context:
         allowed = _select(
             [_lowered(base, policy) for base, policy in limits], behavior.scale_down.select_policy, more=min, fewer=max
         )
-        return _bounded(
-            context,
-            min(current, max(context.replicas, current if allowed is None else allowed)),
-            rule="ScaleDownPolicy",
-        )
+        fewest = min(current, current if allowed is None else allowed)
+        context = _noted(context, "scaleDownLimit", fewest)
+        return _bounded(context, max(context.replicas, fewest), rule="ScaleDownPolicy")
     return context
 
 
@@ -528,21 +550,30 @@ def ask_for_no_more_than_fits(context: Context) -> Context:
     if not stuck:
         return context
     overdue = [replica for replica in stuck if context.now - replica.created_at > WITHDRAW_SECONDS]
-    ceiling = context.current - max(0, len(overdue) - 1)
-    low, _ = context.spec.replica_bounds()
-    return _bounded(context, min(context.replicas, max(ceiling, low)), rule="Unschedulable")
+    ceiling = max(context.current - max(0, len(overdue) - 1), context.limits.low)
+    context = _noted(context, "placeableReplicas", ceiling)
+    return _bounded(context, min(context.replicas, ceiling), rule="Unschedulable")
+
+
+def note_what_is_held(context: Context) -> Context:
+    """Where nothing was measured: the number that the rules before came to, since no formula gives it."""
+    return context if context.wanted is not None else _noted(context, "heldReplicas", context.replicas)
 
 
 def keep_bounds(context: Context) -> Context:
-    """minReplicas and maxReplicas, always."""
-    if context.spec.autoscaling.mode != ScalingMode.AUTO or (context.spec.autoscaling.paused and context.current > 0):
+    """minReplicas and maxReplicas, schedules and GPU budgets: always, whatever was wanted and whoever asked."""
+    mode, limits = context.spec.autoscaling.mode, context.limits
+    observes = mode == ScalingMode.OBSERVE
+    stands = context.spec.autoscaling.paused and context.current > 0
+    if mode not in (ScalingMode.AUTO, ScalingMode.OBSERVE) or (stands and not observes):
         return context
-    low, high = context.spec.replica_bounds()
-    if context.replicas > high:
-        return _bounded(context, high, rule="MaxReplicas")
-    if context.replicas < low:
-        return _bounded(context, low, rule="MinReplicas")
-    return context
+    context = _noted(_noted(context, "minReplicas", limits.low), "maxReplicas", limits.high)
+    rule = limits.high_rule if context.replicas > limits.high else limits.low_rule
+    if rule == "Schedule" and not limits.low <= context.replicas <= limits.high:
+        names = ", ".join(limits.schedules)
+        told = f"{context.message}; " if context.message else ""
+        context = replace(context, message=f"{told}schedule {names}: {limits.low} to {limits.high} replicas")
+    return _bounded(context, min(max(context.replicas, limits.low), limits.high), rule=rule)
 
 
 def only_observe(context: Context) -> Context:
@@ -551,10 +582,14 @@ def only_observe(context: Context) -> Context:
         return context
     given = context.observation.spec_replicas
     replicas = context.spec.fixed_replicas() if given is None else given
-    low, high = context.spec.replica_bounds()
-    would = min(max(context.replicas, low), high)
-    message = f"would hold {would} replicas: {context.message}"
+    message = f"would hold {context.replicas} replicas: {context.message}"
+    context = _noted(context, "specReplicas", replicas)
     return replace(context, replicas=replicas, reason="ObservingOnly", message=message)
+
+
+def _noted(context: Context, name: str, value: float) -> Context:
+    """A figure that a rule went by, for those who check the number."""
+    return replace(context, inputs={**context.inputs, name: float(value)})
 
 
 def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
@@ -581,10 +616,11 @@ RULES: tuple[Rule, ...] = (
     wait_for_verification,
     limit_speed,
     ask_for_no_more_than_fits,
+    note_what_is_held,
     keep_bounds,
     only_observe,
 )
-ALWAYS: tuple[Rule, ...] = (keep_bounds, only_observe)
+ALWAYS: tuple[Rule, ...] = (note_what_is_held, keep_bounds, only_observe)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -616,6 +652,7 @@ def conclude(context: Context) -> Decision:
         recheck_after_seconds=_recheck(context),
         wanted_replicas=context.wanted,
         bounded_by=context.bounded_by,
+        limits=context.limits if context.spec.autoscaling.mode in (ScalingMode.AUTO, ScalingMode.OBSERVE) else None,
         bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
         mix=pattern_shares(context.mix, context.spec.patterns()),
         inputs=_inputs(context),
@@ -642,13 +679,8 @@ def _sentence(context: Context) -> str:
 
 
 def _inputs(context: Context) -> dict[str, float]:
-    observation, capacity = context.observation, context.capacity
-    figures: dict[str, float] = {
-        **context.inputs,
-        "currentReplicas": float(context.current),
-        "readyReplicas": float(observation.count(ReplicaPhase.READY)),
-        "startingReplicas": float(credited(context.spec, observation)),
-    }
+    capacity = context.capacity
+    figures = dict(context.inputs)
     if capacity is not None:
         figures["idleTtftSeconds"] = capacity.idle_ttft_seconds
         figures["idleItlSeconds"] = capacity.idle_itl_seconds

@@ -364,15 +364,26 @@ def _is_scaling_active(view: View) -> Verdict:
     return Verdict("True", Reason.VALID_METRIC_FOUND, "replicas follow the measured load")
 
 
+_BOUNDS = {
+    "MinReplicas": "minReplicas",
+    "MaxReplicas": "maxReplicas",
+    "Schedule": "the schedule allows",
+    "GPUBudget": "maxGPUs allows",
+    "GPUShare": "its share of the GPUs allows",
+}
+"""Words for what set a bound (`limits`)."""
+
+
 def _is_scaling_limited(view: View) -> Verdict:
-    wanted = view.decision.wanted_replicas
-    low, high = view.target.spec.replica_bounds()
-    if view.target.spec.autoscaling.mode is not ScalingMode.AUTO or wanted is None:
+    wanted, limits = view.decision.wanted_replicas, view.decision.limits
+    if view.target.spec.autoscaling.mode is not ScalingMode.AUTO or wanted is None or limits is None:
         return Verdict("False", Reason.WITHIN_BOUNDS, "")
-    if wanted > high:
-        return Verdict("True", Reason.TOO_MANY_REPLICAS, f"the load asks for more than maxReplicas ({high})")
-    if wanted < low:
-        return Verdict("True", Reason.TOO_FEW_REPLICAS, f"the load asks for fewer than minReplicas ({low})")
+    if wanted > limits.high:
+        bound = f"{_BOUNDS[limits.high_rule]} ({limits.high})"
+        return Verdict("True", Reason.TOO_MANY_REPLICAS, f"the load asks for more than {bound}")
+    if wanted < limits.low:
+        bound = f"{_BOUNDS[limits.low_rule]} ({limits.low})"
+        return Verdict("True", Reason.TOO_FEW_REPLICAS, f"the load asks for fewer than {bound}")
     return Verdict("False", Reason.WITHIN_BOUNDS, "")
 
 

@@ -1,0 +1,110 @@
+"""The number of replicas from the figures of a decision: the same for the rules that decide and for people who check.
+
+Pure. Every figure is in `status.autoscaling.lastDecision.inputs`, rounded before it is used, so that the rounded ones
+give the same number. `policy` decides with it, `tidegate explain` works it out again; docs/decisions-of-the-operator.md
+tells it to people.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Inputs = Mapping[str, float]
+
+DIGITS = 4
+ALMOST = 1e-9
+"""A quotient this little above a whole number is that number: floating point, not load."""
+REACTIVE_DOWN_PRESSURE = 0.5
+LARGEST_REACTION = 2.0
+
+
+def figure(value: float) -> float:
+    """A figure as status shows it."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Replicas needed, as the two directions see it: more than there are only counts if `up`, fewer only if `down`."""
+
+    up: int
+    down: int
+
+    def wanted(self, current: int) -> int:
+        return self.up if self.up > current else min(self.down, current)
+
+
+def needs(inputs: Inputs) -> Needs | None:
+    """By the model where a capacity is known, by the observed signals where not; None where nothing was measured."""
+    if "capacityPerReplica" in inputs:
+        return _by_model(inputs)
+    if "pressure_waiting" in inputs:
+        return _by_reaction(inputs)
+    return _when_idle(inputs) if "replicasToFit" in inputs else None
+
+
+def load(inputs: Inputs) -> float:
+    """Requests per second to be carried: what arrives, or is foreseen to, and the backlog spread over its drain."""
+    arriving = max(inputs["arrivalsPerSecond"], inputs.get("forecastPerSecond", 0.0))
+    return arriving + inputs["backlogPerSecond"]
+
+
+def usable(inputs: Inputs, capacity: str = "capacityPerReplica") -> float:
+    """Requests per second of one replica, as far as they may be planned with."""
+    return max(1e-6, inputs.get(capacity, 0.0) * inputs["correction"] * (1 - inputs["headroomPercent"] / 100))
+
+
+def needed(inputs: Inputs) -> float:
+    """Replicas for the load, before anything is rounded up."""
+    return load(inputs) / usable(inputs)
+
+
+def _by_model(inputs: Inputs) -> Needs:
+    current, lost = inputs["currentReplicas"], inputs.get("lostReplicas", 0.0)
+    asked = load(inputs) / max(usable(inputs), usable(inputs, "plannedCapacityPerReplica"))
+    serving = max(1.0, current - lost)
+    # A pod that cannot start is no supply; more than one in its place would be a storm.
+    up = math.ceil(asked - ALMOST) + min(1, int(lost)) if asked / serving > 1 + _tolerance(inputs, "scaleUp") else 1
+    margin = 1 - min(0.9, _tolerance(inputs, "scaleDown"))
+    down = math.ceil(needed(inputs) / margin + inputs["unseenReplicas"] / margin - ALMOST)
+    return Needs(max(1, up), max(1, down, int(inputs["replicasToFit"])))
+
+
+def _by_reaction(inputs: Inputs) -> Needs:
+    current = int(inputs["currentReplicas"])
+    worst = max(value for name, value in inputs.items() if name.startswith("pressure_"))
+    up, down = 1, current
+    if worst > 1 + _tolerance(inputs, "scaleUp") and not inputs["startingReplicas"]:
+        up = max(current + 1, math.ceil(current * min(LARGEST_REACTION, worst) - ALMOST))
+    if current > 1 and not inputs["unseenReplicas"] and worst * current / (current - 1) < REACTIVE_DOWN_PRESSURE:
+        down = max(current - 1, int(inputs["replicasToFit"]))
+    return Needs(up, down)
+
+
+def _when_idle(inputs: Inputs) -> Needs:
+    return Needs(1, max(1, int(inputs["replicasToFit"] + inputs["unseenReplicas"])))
+
+
+def _tolerance(inputs: Inputs, direction: str) -> float:
+    return inputs[f"{direction}TolerancePercent"] / 100
+
+
+def bounded(inputs: Inputs, wanted: int | None) -> int:
+    """What became of the wanted number: the bounds in the order in which they hold. None: `heldReplicas` instead."""
+    current = int(inputs["currentReplicas"])
+    replicas = int(inputs["heldReplicas"]) if wanted is None else wanted
+    if "stabilizationFloor" in inputs:
+        replicas = max(replicas, int(inputs["stabilizationFloor"]))
+    if "stabilizationCeiling" in inputs:
+        replicas = max(current, min(replicas, int(inputs["stabilizationCeiling"])))
+    if "verifyingSettings" in inputs:
+        replicas = max(current, replicas)
+    if "scaleUpLimit" in inputs:
+        replicas = min(replicas, int(inputs["scaleUpLimit"]))
+    if "scaleDownLimit" in inputs:
+        replicas = max(replicas, int(inputs["scaleDownLimit"]))
+    if "placeableReplicas" in inputs:
+        replicas = min(replicas, int(inputs["placeableReplicas"]))
+    if "maxReplicas" in inputs:
+        replicas = max(int(inputs["minReplicas"]), min(replicas, int(inputs["maxReplicas"])))
+    return int(inputs.get("specReplicas", replicas))
