@@ -12,7 +12,8 @@ from typing import Protocol
 
 from tidegate_engine.settings import BatchSettings
 from tidegate_operator.engines import Answer, Applied, Refused
-from tidegate_operator.observation import EngineInfo, Replica, ReplicaPhase
+from tidegate_operator.observation import EngineInfo, Replica
+from tidegate_operator.observing import can_be_asked
 
 FRESH_SECONDS = 60.0
 """A fact older than this is asked for anew: people may have changed the settings by hand."""
@@ -41,10 +42,6 @@ class Refusal:
 def incarnation(replica: Replica) -> str:
     """Name of a pod's present life."""
     return f"{replica.uid}/{replica.restarts}"
-
-
-def can_be_asked(replica: Replica) -> bool:
-    return replica.phase is ReplicaPhase.READY and replica.ip is not None
 
 
 class Fleet:

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tidegate_engine.settings import SettingsFile
-from tidegate_operator import api, demand, policy, render, status
+from tidegate_operator import api, policy, render, status
 from tidegate_operator.api import InvalidSpec, Reason, Spec, Target
 from tidegate_operator.cluster import ApiError
-from tidegate_operator.demand import Measured, PodWindow
+from tidegate_operator.demand import Measured
 from tidegate_operator.events import EventBudget
-from tidegate_operator.fleet import Fleet, Refusal, can_be_asked, incarnation
+from tidegate_operator.fleet import Fleet, Refusal, incarnation
 from tidegate_operator.metrics import Metrics
-from tidegate_operator.observation import Action, Decision, EngineInfo, Observation, Replica
+from tidegate_operator.observation import Action, Decision, Observation, Replica
+from tidegate_operator.observing import Workload, can_be_asked, observe
 from tidegate_operator.pods import (
     DELETION_COST,
     deletion_costs,
@@ -30,7 +31,6 @@ from tidegate_operator.pods import (
     newest_template_hash,
     replica_of,
     rollout_in_progress,
-    start_seconds,
     workload_complaint,
 )
 from tidegate_operator.resources import (
@@ -47,8 +47,6 @@ from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
 STALE_RETRY_SECONDS = 0.2
-SCHEDULING_SECONDS = 600.0
-"""Beyond the start-up probe's patience: the longest that a node and an image may be waited for."""
 IDLE_RECHECK_SECONDS = 60.0
 """Without a ready pod there is nothing to measure: the watches bring what matters."""
 
@@ -242,34 +240,17 @@ class Reconciler:
         ready = [replica for replica in replicas if can_be_asked(replica)]
 
         measured = await self._measure(target, ready, now=now)
-        windows = {window.pod: window for window in measured.windows}
-        found, metrics_state, metrics_message = demand.combine(
-            measured,
-            ready_pods=[replica.name for replica in ready],
-            now=now,
-            stale_after_seconds=target.spec.metrics.stale_after_seconds,
-        )
-        replicas = tuple(_with_load(replica, windows.get(replica.name)) for replica in replicas)
         token = self._token(target, replicas, now)
         replicas = await self._ports.fleet.look(replicas, token=token, now=now)
         info = await self._ports.fleet.info(replicas, token=token, now=now)
-        workload_reason, workload_message = workload_complaint(deployment)
-        return Observation(
-            now=now,
+        reason, message = workload_complaint(deployment)
+        workload = Workload(
             current_replicas=0 if deployment is None else int(deployment["spec"].get("replicas", 0)),
-            replicas=replicas,
-            demand=found,
-            metrics_state=metrics_state,
-            metrics_message=metrics_message,
-            engine=_with_step_model(info, measured.windows),
-            start_seconds=start_seconds(
-                replicas, longest_seconds=target.spec.probes.startup_timeout_seconds + SCHEDULING_SECONDS
-            ),
             rollout_in_progress=rollout_in_progress(deployment),
-            spec_replicas=target.spec.replicas,
-            workload_reason=workload_reason,
-            workload_message=workload_message,
+            reason=reason,
+            message=message,
         )
+        return observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
 
     def _own_deployment(self, target: Target) -> Manifest | None:
         deployment = self._store.get(DEPLOYMENTS, (target.namespace, target.name))
@@ -456,29 +437,3 @@ def _with_refusals(built: StatusDict, refusals: Sequence[Refusal]) -> StatusDict
 def _as_one(problems: Sequence[Problem]) -> Problem:
     """The first problem speaks; a permanent one before others."""
     return next((problem for problem in problems if problem.permanent), problems[0])
-
-
-def _with_load(replica: Replica, window: PodWindow | None) -> Replica:
-    return replace(
-        replica,
-        running=demand.level(window, "running"),
-        waiting=demand.level(window, "waiting"),
-        running_context_tokens=demand.level(window, "running_context_tokens"),
-    )
-
-
-def _with_step_model(info: EngineInfo | None, windows: Sequence[PodWindow]) -> EngineInfo | None:
-    """The info with what the metrics say of the step model; the pod with the most samples speaks."""
-    if info is None:
-        return None
-    fits = [demand.step_model_of(window) for window in windows]
-    known = [fit for fit in fits if fit[0] is not None]
-    if not known:
-        return info
-    model, residual, samples = max(known, key=lambda fit: fit[2] or 0.0)
-    return replace(
-        info,
-        step_model=info.step_model or model,
-        step_model_residual_ratio=residual,
-        step_model_samples=samples,
-    )

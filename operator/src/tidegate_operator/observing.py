@@ -1,0 +1,89 @@
+"""Puts together what one pass saw: pods as listed and asked, and what was measured of them, become an `Observation`.
+
+Pure: no I/O, no clock. Called by `reconcile`, and by the simulator, so that both decide on the same facts.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tidegate_operator import demand
+from tidegate_operator.api import Spec
+from tidegate_operator.demand import Measured, PodWindow
+from tidegate_operator.observation import EngineInfo, Observation, Replica, ReplicaPhase
+from tidegate_operator.pods import start_seconds
+
+SCHEDULING_SECONDS = 600.0
+"""Beyond the start-up probe's patience: the longest that a node and an image may be waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the API server says of the child Deployment."""
+
+    current_replicas: int
+    rollout_in_progress: bool = False
+    reason: str = ""
+    message: str = ""
+
+
+def can_be_asked(replica: Replica) -> bool:
+    return replica.phase is ReplicaPhase.READY and replica.ip is not None
+
+
+def observe(
+    spec: Spec,
+    *,
+    now: float,
+    replicas: Sequence[Replica],
+    measured: Measured,
+    info: EngineInfo | None,
+    workload: Workload,
+) -> Observation:
+    """The observation of one pass. `replicas` have their acknowledged settings already, but not yet their load."""
+    found, metrics_state, metrics_message = demand.combine(
+        measured,
+        ready_pods=[replica.name for replica in replicas if can_be_asked(replica)],
+        now=now,
+        stale_after_seconds=spec.metrics.stale_after_seconds,
+    )
+    windows = {window.pod: window for window in measured.windows}
+    return Observation(
+        now=now,
+        current_replicas=workload.current_replicas,
+        replicas=tuple(_with_load(replica, windows.get(replica.name)) for replica in replicas),
+        demand=found,
+        metrics_state=metrics_state,
+        metrics_message=metrics_message,
+        engine=_with_step_model(info, measured.windows),
+        start_seconds=start_seconds(replicas, longest_seconds=spec.probes.startup_timeout_seconds + SCHEDULING_SECONDS),
+        rollout_in_progress=workload.rollout_in_progress,
+        spec_replicas=spec.replicas,
+        workload_reason=workload.reason,
+        workload_message=workload.message,
+    )
+
+
+def _with_load(replica: Replica, window: PodWindow | None) -> Replica:
+    return replace(
+        replica,
+        running=demand.level(window, "running"),
+        waiting=demand.level(window, "waiting"),
+        running_context_tokens=demand.level(window, "running_context_tokens"),
+    )
+
+
+def _with_step_model(info: EngineInfo | None, windows: Iterable[PodWindow]) -> EngineInfo | None:
+    """The info with what the metrics say of the step model; the pod with the most samples speaks."""
+    if info is None:
+        return None
+    fits = [demand.step_model_of(window) for window in windows]
+    known = [fit for fit in fits if fit[0] is not None]
+    if not known:
+        return info
+    model, residual, samples = max(known, key=lambda fit: fit[2] or 0.0)
+    return replace(
+        info,
+        step_model=info.step_model or model,
+        step_model_residual_ratio=residual,
+        step_model_samples=samples,
+    )
