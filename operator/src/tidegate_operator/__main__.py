@@ -203,6 +203,7 @@ async def run(options: Settings) -> None:
                 run_as_user=options.engine_run_as_user,
             ),
             prometheus_url=options.prometheus_url,
+            gpu_prices=options.gpu_prices,
         )
         reconciler = Reconciler(ports, store, installation=installation, metrics=metrics)
         try:

@@ -119,6 +119,7 @@ def explain_object(item: Fields) -> list[str]:
         *_headline(name, status),
         *_traffic(status),
         *_objectives(_part(item, "spec"), status),
+        *_cost(_part(status, "cost")),
         *_last_decision(_part(status, "autoscaling")),
         *_effect(_part(status, "autoscaling")),
         *_history(_part(status, "autoscaling")),
@@ -168,6 +169,15 @@ def _objectives(spec: Fields, status: Fields) -> Iterable[str]:
         measured = "not measured" if value is None else f"{value} ms"
         verdict = "" if target is None or value is None else " - met" if value <= target else " - MISSED"
         yield f"  {label} p95: {measured}{'' if target is None else f', goal {target} ms'}{verdict}"
+
+
+def _cost(cost: Fields) -> Iterable[str]:
+    if cost.get("dollarsPerHour") is None:
+        return
+    tokens = cost.get("dollarsPerMillionOutputTokens")
+    million = "" if tokens is None else f", ${tokens:g} a million output tokens"
+    whose = "a default price" if cost.get("price") == "Default" else "the installation's price"
+    yield f"  cost: ${cost['dollarsPerHour']:g} an hour for {cost.get('gpus')} x {cost.get('gpu')}{million} ({whose})"
 
 
 def _last_decision(scaling: Fields) -> Iterable[str]:

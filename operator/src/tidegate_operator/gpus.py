@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tidegate_operator.observation import GpuPrice
+
 MIB = 1 << 20
 TERA = 1e12
 PRICES_OF = "2026-05"
@@ -170,6 +172,15 @@ class Prices:
 
     def is_default(self, gpu: Gpu) -> bool:
         return gpu.name not in self.per_hour
+
+
+def price_of(product: str | None, prices: Prices) -> GpuPrice | None:
+    """What an hour of the GPU of this product name costs; None when it is unknown, or has no price."""
+    gpu = find_gpu(product) if product else None
+    price = None if gpu is None else prices.of(gpu)
+    if gpu is None or price is None:
+        return None
+    return GpuPrice(gpu=gpu.name, dollars_per_hour=price, is_default=prices.is_default(gpu))
 
 
 def parse_prices(items: Iterable[str]) -> Prices:

@@ -1,8 +1,7 @@
-"""What a model is made of, as far as memory and speed depend on it: well-known shapes, and those read from files.
+"""What a model is made of, as far as memory and speed depend on it, and the shapes of well-known models.
 
-Pure but for `read_shape`, which reads a `config.json` or a GGUF file's header with the engine's own readers, never its
-weights. Parameter counts are of whole decoders, so that they can be compared with the makers' figures. Called by
-`plan` and `prior`.
+Pure. Parameter counts are of whole decoders, so that they can be compared with the makers' figures. Called by `plan`,
+`prior` and `plan_command`, which also reads shapes from files.
 """
 
 from collections import Counter
@@ -10,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 
 from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope, parameter_shapes
 from tidegate_engine.precision import Precision, parse_precision, weight_bytes
@@ -29,10 +27,6 @@ _KINDS = {
     "embedding": "embedding", "head": "head", "q": "attention", "k": "attention", "v": "attention",
     "attention_output": "attention", "gate": "mlp", "up": "mlp", "down": "mlp",
 }  # fmt: skip
-
-
-class UnknownModel(ValueError):
-    """No shape of this name, or files that hold none: one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -182,43 +176,3 @@ def known_shape(name: str) -> ModelShape | None:
     rows = {key.lower(): key for key in (*WELL_KNOWN, *SAME_SHAPE)}
     key = rows.get(wanted)
     return None if key is None else ModelShape(SAME_SHAPE.get(key, key), WELL_KNOWN[SAME_SHAPE.get(key, key)])
-
-
-def read_shape(model: str) -> ModelShape:
-    """The shape that a path (a folder, a `config.json`, a GGUF file) or a name of the table means.
-
-    A path that exists wins. Raises UnknownModel.
-    """
-    path = Path(model)
-    if path.exists():
-        return _shape_of_files(path)
-    shape = known_shape(model)
-    if shape is None:
-        raise UnknownModel(
-            f"{model} is neither a file nor a known model; give a folder with config.json, a GGUF file, or one of "
-            f"{', '.join(WELL_KNOWN)}"
-        )
-    return shape
-
-
-def _shape_of_files(path: Path) -> ModelShape:
-    from tidegate_engine.model_config import decoder_config, read_settings
-    from tidegate_engine.weights import CONFIG_FILE, ModelError
-
-    folder = path.parent if path.name == CONFIG_FILE else path
-    try:
-        if (folder / CONFIG_FILE).is_file():
-            return ModelShape(folder.resolve().name, decoder_config(read_settings(folder), {}))
-        files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            raise UnknownModel(f"{path} holds {len(files)} GGUF files and no {CONFIG_FILE}; name one file")
-        try:
-            from tidegate_engine.gguf_config import read_config
-            from tidegate_engine.gguf_file import read_header
-        except ModuleNotFoundError as error:
-            message = f"{error.name} is missing, which reads GGUF files: pip install 'tidegate[engine]'"
-            raise UnknownModel(message) from error
-        header = read_header(files[0])
-        return ModelShape(str(header.metadata.get("general.name", files[0].stem)), read_config(header))
-    except ModelError as error:
-        raise UnknownModel(error.message) from error

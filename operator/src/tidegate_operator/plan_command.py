@@ -8,12 +8,15 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from tidegate_engine.model_config import decoder_config, read_settings
 from tidegate_engine.settings import ISL_EDGES, OSL_EDGES, Envelope, lower_edge
+from tidegate_engine.weights import CONFIG_FILE, ModelError
 from tidegate_operator.capacity import Targets
 from tidegate_operator.gpus import GPUS, PRICES_OF, Gpu, PriceError, find_gpu, nearest_names, parse_prices
 from tidegate_operator.mix import Cell, Mix
-from tidegate_operator.model_shapes import PRECISIONS, ModelShape, UnknownModel, read_shape
+from tidegate_operator.model_shapes import PRECISIONS, WELL_KNOWN, ModelShape, known_shape
 from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan
 from tidegate_operator.plan import describe as describe_option
 from tidegate_operator.prior import PRIOR_ERROR
@@ -43,6 +46,10 @@ MIXES: Mapping[str, tuple[Lengths, ...]] = {
     "batch": ((500, 500, 1.0),),
 }
 """Means in and out: chat 1,025/251, rag 8,000/201, code 2,350/25, summary 5,400/280, reasoning 460/3,250."""
+
+
+class UnknownModel(ValueError):
+    """No shape of this name, or files that hold none: one sentence that says what to do."""
 
 
 class BadFlag(ValueError):
@@ -196,6 +203,43 @@ def _precisions(text: str) -> tuple[str, ...]:
     if unknown or not names:
         raise BadFlag(f"--precision {text!r}: known are {', '.join(PRECISIONS)}")
     return names
+
+
+def read_shape(model: str) -> ModelShape:
+    """The shape that a path (a folder, a `config.json`, a GGUF file) or a name of the table means.
+
+    A path that exists wins. Raises UnknownModel.
+    """
+    path = Path(model)
+    if path.exists():
+        return _shape_of_files(path)
+    shape = known_shape(model)
+    if shape is None:
+        raise UnknownModel(
+            f"{model} is neither a file nor a known model; give a folder with config.json, a GGUF file, or one of "
+            f"{', '.join(WELL_KNOWN)}"
+        )
+    return shape
+
+
+def _shape_of_files(path: Path) -> ModelShape:
+    folder = path.parent if path.name == CONFIG_FILE else path
+    try:
+        if (folder / CONFIG_FILE).is_file():
+            return ModelShape(folder.resolve().name, decoder_config(read_settings(folder), {}))
+        files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise UnknownModel(f"{path} holds {len(files)} GGUF files and no {CONFIG_FILE}; name one file")
+        try:
+            from tidegate_engine.gguf_config import read_config
+            from tidegate_engine.gguf_file import read_header
+        except ModuleNotFoundError as error:
+            message = f"{error.name} is missing, which reads GGUF files: pip install 'tidegate[engine]'"
+            raise UnknownModel(message) from error
+        header = read_header(files[0])
+        return ModelShape(str(header.metadata.get("general.name", files[0].stem)), read_config(header))
+    except ModelError as error:
+        raise UnknownModel(error.message) from error
 
 
 # --- printing ------------------------------------------------------------------------------------------------------

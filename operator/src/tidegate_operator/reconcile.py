@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tidegate_engine.settings import SettingsFile
@@ -20,6 +20,7 @@ from tidegate_operator.cluster import ApiError
 from tidegate_operator.demand import Measured
 from tidegate_operator.events import EventBudget
 from tidegate_operator.fleet import Fleet, Refusal, incarnation
+from tidegate_operator.gpus import Prices, price_of
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.observation import Action, Decision, Observation, Replica
 from tidegate_operator.observing import Workload, can_be_asked, observe
@@ -108,6 +109,7 @@ class Installation:
 
     defaults: render.Defaults
     prometheus_url: str | None
+    gpu_prices: Prices = field(default_factory=Prices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,9 @@ class Reconciler:
             reason=reason,
             message=message,
         )
-        return observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
+        seen = observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
+        product = None if seen.engine is None else seen.engine.gpu_product
+        return replace(seen, price=price_of(product, self._installation.gpu_prices))
 
     def _own_deployment(self, target: Target) -> Manifest | None:
         deployment = self._store.get(DEPLOYMENTS, (target.namespace, target.name))
