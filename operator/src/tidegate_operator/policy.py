@@ -114,7 +114,7 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     fresh = has_fresh_data(observation)
     mix = Mix(0.0, ())
     scene = None
-    engine = context.observation.engine
+    engine = observation.engine
     if fresh and observation.demand is not None:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:

@@ -1,7 +1,7 @@
 """The operator's own settings: the only reader of the environment. The chart sets these variables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate_operator.gpus import PriceError, Prices, parse_prices
 
@@ -36,7 +36,7 @@ class Settings:
     kubeconfig: str | None
     """None inside a cluster: the service account is used."""
     pod_name: str
-    gpu_prices: Prices
+    gpu_prices: Prices = field(default_factory=Prices)
     """US dollars an hour of a GPU, before the table's defaults."""
 
     @property
