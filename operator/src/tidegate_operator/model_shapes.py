@@ -82,7 +82,7 @@ class ModelShape:
 
 
 def _policy(precision: str) -> Precision:
-    return parse_precision(PRECISIONS[precision], dtype="fp16" if precision == "fp16" else "bf16")
+    return parse_precision(PRECISIONS[precision], dtype=precision if precision in ("fp32", "fp16") else "bf16")
 
 
 def _dense(
