@@ -17,9 +17,10 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from tidegate_engine.settings import BatchSettings
@@ -195,10 +196,6 @@ def scored_by_isl(
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def errors_of(scored: Iterable[tuple[Point, float | None]]) -> list[float]:
-    return [abs(predicted / point.tpot_seconds - 1) for point, predicted in scored if predicted is not None]
-
-
 def cell(errors: Sequence[float]) -> str:
     if not errors:
         return "     -      -"
@@ -216,36 +213,43 @@ def main() -> int:
     if path is None or not path.is_file():
         print("bench_plan: no measured points; give the path of silicon_sample_dense_h100_h200.csv", file=sys.stderr)
         return 0
-    print("TPOT, errors in % (MAPE, p95); `all` has the KV-starved rows in it, `fits` has not.")
-    print(
-        f"{'model, GPU, engine, precision':48} {'n':>4} {'starved':>7}  {'fitted all':>13}  {'fitted fits':>13}"
-        f"  {'corrected':>13}  {'prior fits':>13}  {'TTFT prior':>13}"
-    )
-    totals: dict[str, list[float]] = defaultdict(list)
+    print("Errors in % (MAPE, p95). `all` has the KV-starved rows in it, the others have not.")
+    heads = "  ".join(f"{name:>13}" for name in SCORES)
+    print(f"{'model, GPU, engine, precision':48} {'n':>4} {'starved':>7}  {heads}")
+    rows: dict[str, list[dict[str, list[float]]]] = defaultdict(list)
     for key, points in sorted(read_points(path).items()):
         if len(points) < MIN_POINTS or len({point.isl for point in points}) < 2:
             continue
-        shape, gpu = known_shape(key[0]), find_gpu(key[1])
-        assert shape is not None and gpu is not None
-        work = work_of(shape, precision=key[3], kv_precision="bf16")
-        step = step_prior(work, gpu, tensor_parallel=key[4])
-        roomy = [point for point in points if not point.is_starved]
-        parts = {
-            "fitted all": errors_of(scored_by_isl(points, lambda point: point.terms)),
-            "fitted fits": errors_of(scored_by_isl(roomy, lambda point: point.terms)),
-            "corrected fits": errors_of(
-                scored_by_isl(roomy, partial(split_terms, step=step), towards_one=(POINT_ERROR / PART_ERROR) ** 2)
-            ),
-            "prior fits": errors_of((point, tpot_of(point, step)) for point in roomy),
-            "TTFT prior": ttft_errors(roomy, step),
-        }
-        for name, errors in parts.items():
-            totals[name] += errors
+        errors = errors_of(key, points)
         label = f"{key[0]} {key[4]}x{key[1]} {key[2]} {key[3]}"
-        starved = len(points) - len(roomy)
-        print(f"{label:48} {len(points):4} {starved:7}  " + "  ".join(cell(errors) for errors in parts.values()))
-    print(f"{'all':48} {'':4} {'':7}  " + "  ".join(cell(errors) for errors in totals.values()))
+        starved = sum(point.is_starved for point in points)
+        print(f"{label:48} {len(points):4} {starved:7}  " + "  ".join(cell(part) for part in errors.values()))
+        rows["all"].append(errors)
+        rows["three input lengths or more" if len({p.isl for p in points}) > 2 else "two input lengths"].append(errors)
+    for label, group in sorted(rows.items()):
+        sums = (list(chain.from_iterable(errors[name] for errors in group)) for name in SCORES)
+        print(f"{label:48} {'':4} {'':7}  " + "  ".join(cell(part) for part in sums))
     return 0
+
+
+SCORES = ("fitted all", "fitted fits", "corrected", "prior fits", "TTFT prior")
+
+
+def errors_of(key: Key, points: Sequence[Point]) -> dict[str, list[float]]:
+    """Relative errors by score."""
+    shape, gpu = known_shape(key[0]), find_gpu(key[1])
+    assert shape is not None and gpu is not None
+    step = step_prior(work_of(shape, precision=key[3], kv_precision="bf16"), gpu, tensor_parallel=key[4])
+    roomy = [point for point in points if not point.is_starved]
+    drawn = (POINT_ERROR / PART_ERROR) ** 2
+    scored = (
+        scored_by_isl(points, lambda point: point.terms),
+        scored_by_isl(roomy, lambda point: point.terms),
+        scored_by_isl(roomy, partial(split_terms, step=step), towards_one=drawn),
+        [(point, tpot_of(point, step)) for point in roomy],
+    )
+    tpot = [[abs(found / point.tpot_seconds - 1) for point, found in part if found is not None] for part in scored]
+    return dict(zip(SCORES, [*tpot, ttft_errors(roomy, step)], strict=True))
 
 
 def ttft_errors(points: Sequence[Point], step: StepModel) -> list[float]:

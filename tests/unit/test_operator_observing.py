@@ -33,7 +33,7 @@ ENGINE = EngineInfo(
 
 def fitted(samples: float, residual: float) -> Measured:
     """A pod whose metrics carry a fit: the H100's own."""
-    values = {("step_model", term): getattr(H100.step, term) for term in TERMS}
+    values: dict[tuple[str, ...], float] = {("step_model", term): getattr(H100.step, term) for term in TERMS}
     values |= {("step_model_samples", ""): samples, ("step_model_residual_ratio", ""): residual}
     return Measured((PodWindow("pod-0", NOW, 60.0, 5, values),))
 
