@@ -8,6 +8,9 @@ Reads aiconfigurator's `silicon_sample_dense_h100_h200.csv` (a path argument: th
 3. corrected: that prior, its parts scaled to the points of all input lengths but one, as far as these tell; scored on
    that one.
 
+Splitwise's `perf_model.csv` (Llama-2-70B in 16 bits on DGX A100 and H100), where it lies in the same folder, gives the
+time of one batch's prompts and of a decode step: the prior is scored on both.
+
 A row is KV-starved where the requests' KV does not fit beside the weights, by `plan`'s own arithmetic: they queue, and
 only as many run as fit, which the model is told.
 """
@@ -24,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 
 from tidegate_engine.settings import BatchSettings
-from tidegate_engine.steptime import StepModel
+from tidegate_engine.steptime import StepModel, StepShape
 from tidegate_operator.capacity import Kind, Scenario, Targets, load_at
 from tidegate_operator.gpus import find_gpu
 from tidegate_operator.model_shapes import ModelShape, known_shape
@@ -33,7 +36,9 @@ from tidegate_operator.prior import PRIOR_ERROR, step_prior, work_of
 
 SETTINGS = BatchSettings(1024, 8192, 8192)
 """As those engines have them by default."""
+AICONFIGURATOR, SPLITWISE = "silicon_sample_dense_h100_h200.csv", "perf_model.csv"
 MIN_POINTS = 8
+LARGEST_STEP_TOKENS = 16_384
 POINT_ERROR, PART_ERROR = 0.05, PRIOR_ERROR
 """What a measured point is taken to be off by, and a part of the prior: how far points may move a part."""
 Key = tuple[str, str, str, str, int]
@@ -205,19 +210,21 @@ def cell(errors: Sequence[float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", nargs="?", help="silicon_sample_dense_h100_h200.csv, or the folder it lies in")
+    parser.add_argument("data", nargs="?", help="the folder that holds the measured points, at any depth")
     options = parser.parse_args()
-    path = Path(options.data) if options.data else None
-    if path is not None and path.is_dir():
-        path = next(iter(sorted(path.rglob("silicon_sample_dense_h100_h200.csv"))), None)
-    if path is None or not path.is_file():
-        print("bench_plan: no measured points; give the path of silicon_sample_dense_h100_h200.csv", file=sys.stderr)
+    files = {
+        name: next(iter(sorted(Path(options.data).rglob(name))), None) if options.data else None
+        for name in (AICONFIGURATOR, SPLITWISE)
+    }
+    points_path, splitwise_path = files[AICONFIGURATOR], files[SPLITWISE]
+    if points_path is None:
+        print(f"bench_plan: no measured points; give the folder of {AICONFIGURATOR}", file=sys.stderr)
         return 0
     print("Errors in % (MAPE, p95). `all` has the KV-starved rows in it, the others have not.")
     heads = "  ".join(f"{name:>13}" for name in SCORES)
     print(f"{'model, GPU, engine, precision':48} {'n':>4} {'starved':>7}  {heads}")
     rows: dict[str, list[dict[str, list[float]]]] = defaultdict(list)
-    for key, points in sorted(read_points(path).items()):
+    for key, points in sorted(read_points(points_path).items()):
         if len(points) < MIN_POINTS or len({point.isl for point in points}) < 2:
             continue
         errors = errors_of(key, points)
@@ -229,7 +236,44 @@ def main() -> int:
     for label, group in sorted(rows.items()):
         sums = (list(chain.from_iterable(errors[name] for errors in group)) for name in SCORES)
         print(f"{label:48} {'':4} {'':7}  " + "  ".join(cell(part) for part in sums))
+    if splitwise_path is not None:
+        score_splitwise(splitwise_path)
     return 0
+
+
+def score_splitwise(path: Path) -> None:
+    """Prompts of a whole batch in one step, and one decode step of it, beside the prior's.
+
+    An engine of 2023: what a step takes beside its kernels grows with the group, to some 25 ms.
+    """
+    shape = known_shape("Llama-2-70B")
+    assert shape is not None
+    work = work_of(shape, precision="bf16", kv_precision="bf16")
+    errors: dict[tuple[str, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            gpu = find_gpu({"a100-80gb": "A100 80GB", "h100-80gb": "H100 SXM"}.get(row["hardware"], ""))
+            if row["model"] != "llama2-70b" or gpu is None:
+                continue
+            gpus = int(row["tensor_parallel"])
+            step = step_prior(work, gpu, tensor_parallel=gpus)
+            batch, prompt, output = (int(row[name]) for name in ("batch_size", "prompt_size", "token_size"))
+            if batch * prompt > LARGEST_STEP_TOKENS:
+                continue  # no engine reads so much in one step
+            reading = StepShape(batch * prompt, 0, batch, batch * prompt**2 / 2, has_prefill=True)
+            context = batch * (prompt + output / 2)
+            decoding = StepShape(batch, context, batch, 0, has_prefill=False)
+            for found, shape_of_step, measured in zip(
+                errors[gpu.name, gpus], (reading, decoding), ("prompt_time", "token_time"), strict=True
+            ):
+                found.append(step.seconds(shape_of_step) * 1000 / float(row[measured]) - 1)
+    print("\nSplitwise, Llama-2-70B in 16 bits: the prior's errors in % (mean of the absolute, p95, and signed)")
+    for (name, gpus), parts in sorted(errors.items()):
+        scores = "  ".join(
+            f"{what} {cell([abs(error) for error in part])} {100 * statistics.mean(part):+6.1f}"
+            for what, part in zip(("prompts", "decode step"), parts, strict=True)
+        )
+        print(f"{gpus} x {name:12} n {len(parts[0]):4}  {scores}")
 
 
 SCORES = ("fitted all", "fitted fits", "corrected", "prior fits", "TTFT prior")
