@@ -71,20 +71,24 @@ def _blackwell(half: float, fp4: float) -> dict[str, float]:
     return _tera(fp16=half, bf16=half, fp8=2 * half, int8=2 * half, fp4=fp4)
 
 
+# With the accumulation in fp32 that models need, GeForce cards multiply floats half as fast as the data sheet's largest
+# figures; whole numbers are not concerned.
+_GEFORCE_4090 = _tera(fp16=165, bf16=165, fp8=330, int8=661, int4=1321)
+_GEFORCE_5090 = _tera(fp16=210, bf16=210, fp8=419, int8=838, fp4=1676)
+
 GPUS: tuple[Gpu, ...] = (
     Gpu("T4", "tesla-t4|t4", "Turing", 15_360 * MIB, 0.320e12, _tera(fp16=65, int8=130, int4=260), 16e9, True, 0.35),
     Gpu("A10G", "a10g", _AMPERE, 23_028 * MIB, 0.600e12, _ampere(70), _PCIE_4, True, 1.01),
     Gpu("A10", "a10", _AMPERE, 23_028 * MIB, 0.600e12, _ampere(125), _PCIE_4, True, 0.75),
     Gpu("L4", "l4", _ADA, 23_034 * MIB, 0.300e12, _ada(121, 242, 485), _PCIE_4, True, 0.44),
-    # GeForce: with the accumulation in fp32 that models need, half as fast as the data sheet's largest figures.
-    Gpu("RTX 4090", "(geforce-)?rtx-4090", _ADA, 24_564 * MIB, 1.008e12, _ada(165, 330, 1321), _PCIE_4, False, 0.60),
+    Gpu("RTX 4090", "(geforce-)?rtx-4090", _ADA, 24_564 * MIB, 1.008e12, _GEFORCE_4090, _PCIE_4, False, 0.60),
     Gpu(
         "RTX 5090",
         "(geforce-)?rtx-5090",
         _BLACKWELL,
         32_607 * MIB,
         1.792e12,
-        _blackwell(210, 1676),
+        _GEFORCE_5090,
         _PCIE_5,
         False,
         0.89,

@@ -19,7 +19,7 @@ from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.model_shapes import PRECISIONS, WELL_KNOWN, ModelShape, known_shape
 from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan
 from tidegate_operator.plan import describe as describe_option
-from tidegate_operator.prior import PRIOR_ERROR
+from tidegate_operator.prior import PRIOR_ERROR, Source
 
 DESCRIPTION = f"""\
 Say what serving a model would take, before anything runs: for each GPU and precision whether it fits, the GPUs of a
@@ -355,7 +355,7 @@ def as_dict(question: Question, answer: Answer) -> dict[str, object]:
         "model": shape.name,
         "parameters": shape.parameters,
         "parametersByKind": dict(shape.parameters_by_kind),
-        "stepModel": {"source": "Prior", "relativeError": PRIOR_ERROR},
+        "stepModel": {"source": str(Source.PRIOR), "relativeError": PRIOR_ERROR},
         "pricesOf": PRICES_OF,
         "choice": None if answer.choice is None else _option_dict(question, answer.choice),
         "why": answer.why,
