@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tidegate_engine.steptime import load_profile
 from tidegate_operator.cli import main as tidegate
 from tidegate_operator.plan_command import MIXES, BadFlag, UnknownModel, main, parse_mix, parse_time, read_shape
 
@@ -39,6 +40,18 @@ def test_json_says_the_same_with_units_in_its_names(capsys: pytest.CaptureFixtur
     assert memory["weightBytes"] + memory["workspaceBytes"] + memory["kvBytes"] == pytest.approx(memory["usableBytes"])
     assert [refusal["gpu"] for refusal in answer["refusals"]] == ["A100 80GB"]
     assert {option["gpu"] for option in answer["options"]} == {"L4", "A100 80GB"}
+
+
+def test_the_choice_can_be_written_as_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "choice.json"
+    flags = ["--model", "Llama-3.1-8B", *SMALL, "--rate", "4", "--json", "--write-profile"]
+    assert main([*flags, str(file)]) == 0
+    choice = json.loads(capsys.readouterr().out)["choice"]
+    profile = load_profile(str(file))
+    assert profile.step.as_dict() == choice["stepModel"]
+    assert (profile.gpu, profile.gpus) == (choice["gpu"], choice["gpusPerReplica"])
+    assert profile.kv_blocks == choice["kvTokens"] // 16
+    assert main([*flags, str(tmp_path / "no-such-folder" / "x.json")]) == 2
 
 
 def test_no_option_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

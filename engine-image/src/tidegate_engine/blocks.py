@@ -180,7 +180,10 @@ class BlockPool:
         hosted = {place: entry for place, entry in enumerate(found) if isinstance(entry, bytes)}
         empty = list(hosted)
         next_block = len(found) // self.groups
-        for index in range(next_block, -(-request.total_tokens // self.block_tokens)):
+        last_block = -(-request.total_tokens // self.block_tokens)
+        if not hosted and self.sees_all(request):
+            return table + self.allocate((last_block - next_block) * self.groups)
+        for index in range(next_block, last_block):
             for group, window in enumerate(self._windows_of(request)):
                 if window is None or index == next_block:
                     empty.append(index * self.groups + group)
@@ -267,13 +270,19 @@ class BlockPool:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.available} available")
         if hosted and self.host is not None:
             self.host.claim(hosted)
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        free, references = self._free, self._references
+        if count <= len(free):
+            blocks = free[len(free) - count :]
+            blocks.reverse()
+            del free[len(free) - count :]
+        else:
+            blocks = [free.pop() if free else self._evict() for _ in range(count)]
         if hosted and self.host is not None:
             self.host.load(hosted, blocks[: len(hosted)])
         for block in blocks:
-            self._references[block] = 1
-            if block > self.touched:
-                self.touched = block
+            references[block] = 1
+        if count:
+            self.touched = max(self.touched, *blocks)
         return blocks
 
     def release(self, blocks: Sequence[int], *, fence: int | None = None) -> None:
@@ -282,16 +291,20 @@ class BlockPool:
         Null blocks are passed over. A table is given in order of position; its tail becomes the first to be evicted,
         since a head is shared more.
         """
+        references, hashes = self._references, self._hashes
         for block in reversed(blocks):
             if not block:
                 continue
-            self._references[block] -= 1
-            if self._references[block]:
+            references[block] = left = references[block] - 1
+            if left:
                 continue
-            if fence is None:
-                self._make_available(block)
-            else:
+            if fence is not None:
                 self._fenced[block] = fence
+            elif hashes[block] is None:  # as `_make_available`, for tables of hundreds of blocks
+                self.releases += 1
+                self._free.append(block)
+            else:
+                self._make_available(block)
 
     def pass_fence(self, step_id: int) -> None:
         """Make available what was released under a fence up to `step_id`."""

@@ -4,7 +4,8 @@ Pure: plan → run → commit is driven by the engine's loop or by a simulator, 
 to their end and the block pool's books; it knows no tokens' meaning, no text, no clock.
 """
 
-from bisect import insort
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -341,40 +342,61 @@ class Scheduler:
 
     def steps_until_event(self) -> int:
         """How many steps from now on only decode the same requests, none ending, starting or giving way: see `leap`."""
-        running = self._running
-        if self._in_flight is not None or not running:
-            return 0
-        if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
-            return 0
-        if any(request.total_tokens - request.num_computed != 1 for request in running):
-            return 0
-        if not all(self.blocks.sees_all(request) for request in running):
-            return 0
-        steps = min(request.max_tokens - request.output_tokens for request in running) - 1
-        while steps > 0 and self._blocks_for(steps) > self.blocks.available:
-            steps //= 2
-        return max(0, steps)
+        most = self._steps_until_end()
+        if most and not self._have_blocks_for(most):
+            most = bisect_left(range(1, most), True, key=lambda steps: not self._have_blocks_for(steps))
+        return most
 
     def leap(self, steps: int, now: float) -> None:
         """Do what `steps` times plan and commit without tokens would do; `now` is the time at their end.
 
         At most `steps_until_event()` steps. For simulators, which know no token ids: no event is reported.
         """
-        allowed = self.steps_until_event()
-        if not 0 <= steps <= allowed:
-            raise ValueError(f"a leap over {steps} steps, but something happens after {allowed}")
         if not steps:
             return
+        if not 0 < steps <= self._steps_until_end() or not self._have_blocks_for(steps):
+            raise ValueError(f"a leap over {steps} steps, but something happens after {self.steps_until_event()}")
         pool = self.blocks
+        block_tokens = pool.block_tokens
         for request in self._running:
-            request.num_computed += steps
+            request.num_computed = computed = request.num_computed + steps
             request.output_tokens += steps
             request.last_token_at = now
-            missing = -(-request.num_computed // pool.block_tokens) - len(request.blocks)
-            request.blocks.extend(pool.allocate(missing))
-            pool.publish(request)
+            if computed // block_tokens > request.num_published:
+                missing = -(-computed // block_tokens) - len(request.blocks)
+                if missing:
+                    request.blocks.extend(pool.allocate(missing))
+                pool.publish(request)
+            elif computed > len(request.blocks) * block_tokens:
+                request.blocks.extend(pool.allocate(1))
         self._step_id += steps
         self._decay_reserve(steps)
+
+    def _steps_until_end(self) -> int:
+        """As `steps_until_event`, as far as it does not depend on blocks."""
+        running = self._running
+        if self._in_flight is not None or not running:
+            return 0
+        if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
+            return 0
+        sees_all = self.blocks.sees_all
+        most = sys.maxsize
+        for request in running:
+            output_tokens = request.output_tokens
+            if request.prompt_tokens + output_tokens - request.num_computed != 1 or not sees_all(request):
+                return 0
+            if request.max_tokens - output_tokens < most:
+                most = request.max_tokens - output_tokens
+        return most - 1
+
+    def _have_blocks_for(self, steps: int) -> bool:
+        """Whether all running requests can decode for so many steps."""
+        size = self.blocks.block_tokens
+        # A block more for each request is more than any of them can need beyond full blocks.
+        if len(self._running) * (steps // size + 1) <= self.blocks.available:
+            return True
+        needed = sum([-(-(r.num_computed + steps) // size) - len(r.blocks) for r in self._running])
+        return needed <= self.blocks.available
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the books of requests and blocks balance. For tests and idle moments."""
@@ -651,10 +673,6 @@ class Scheduler:
             raise RuntimeError(f"step {step.id} is not the one in flight")
         self._in_flight = None
         self.blocks.pass_fence(step.id)
-
-    def _blocks_for(self, steps: int) -> int:
-        block_tokens = self.blocks.block_tokens
-        return sum(-(-(r.num_computed + steps) // block_tokens) - len(r.blocks) for r in self._running)
 
     def _decay_reserve(self, steps: int) -> None:
         self._reserve_ratio = max(RESERVE_RATIO_MIN, self._reserve_ratio - RESERVE_RATIO_DECAY * steps)

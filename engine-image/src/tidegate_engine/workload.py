@@ -20,10 +20,12 @@ MAX_LENGTH = 1 << 20
 MAX_LINE_CHARACTERS = 1 << 20
 HASH_BLOCK_TOKENS = 512
 """Tokens of a prompt for which one of Mooncake's hash ids stands."""
-ARRIVAL_NAMES = ("arrival", "timestamp", "t_s", "arrived_at", "time")
+ARRIVAL_NAMES = ("arrival", "timestamp", "t_s", "t", "arrived_at", "time")
 INPUT_NAMES = ("isl", "contexttokens", "request tokens", "input_length", "input_tokens", "num_prefill_tokens")
 OUTPUT_NAMES = ("osl", "generatedtokens", "response tokens", "output_length", "output_tokens", "num_decode_tokens")
-"""Columns of the traces that are known, in lower case: ours, Azure's, BurstGPT's, Mooncake's, Vidur's."""
+SOURCE_NAMES = ("source", "client", "service", "tenant", "model")
+"""Columns of the traces that are known, in lower case: ours, Azure's, BurstGPT's, Mooncake's, Vidur's. A source is
+optional."""
 WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
     "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system",
@@ -51,6 +53,8 @@ class PlannedRequest:
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     """One for each 512 tokens of the prompt; equal ids stand for equal text."""
+    source: str = ""
+    """Who sent it, as the trace names it."""
 
 
 # --- made-up requests
@@ -135,9 +139,14 @@ class Trace:
 
 def read_trace(path: Path, window: Window) -> Trace:
     """The requests of `window` in order of arrival; the first one comes at 0. Raises WorkloadError."""
+    return _select(stream_rows(path), window, path)
+
+
+def stream_rows(path: Path) -> Iterator[PlannedRequest]:
+    """All rows of a trace as they stand in it, one by one, times as in the file. Raises WorkloadError."""
     try:
         with _open(path) as file:
-            return _select(_rows(file, path), window, path)
+            yield from _rows(file, path)
     except (OSError, EOFError) as error:
         raise WorkloadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
@@ -194,13 +203,19 @@ def _rows(file: IO[str], path: Path) -> Iterator[PlannedRequest]:
         return
     names = [name.strip().lower() for name in next(csv.reader([first]), [])]
     columns = [_column(names, known, path) for known in (ARRIVAL_NAMES, INPUT_NAMES, OUTPUT_NAMES)]
+    source = next((names.index(name) for name in SOURCE_NAMES if name in names), None)
     for number, cells in enumerate(csv.reader(lines), start=2):
         if cells:
             try:
                 at, isl, osl = (cells[column] for column in columns)
-                yield PlannedRequest(0, _seconds(at), int(float(isl)), int(float(osl)))
+                who = "" if source is None else cells[source]
+                yield PlannedRequest(0, _seconds(at), int(float(isl)), int(float(osl)), source=who)
             except (IndexError, ValueError, OverflowError) as error:
-                raise WorkloadError(f"{path}, line {number}: {cells!r:.200} is no request ({error})") from error
+                wanted = ", ".join(names[column] for column in columns)
+                raise WorkloadError(
+                    f"{path}, line {number}: {cells!r:.200} is no request ({error}); a time and two numbers of tokens "
+                    f"are wanted in the columns {wanted}"
+                ) from error
 
 
 def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:

@@ -1,17 +1,16 @@
-"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words, `plan` is
-`plan_command`'s.
+"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words; `plan` is
+`plan_command`'s, `simulate` the simulator's.
 
 `explain` reads an object that kubectl printed; no command talks to a cluster itself, so none needs rights.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidegate_operator.api import KIND
+from tidegate_operator.objects import UnreadableInput, read_objects
 
 DESCRIPTION = """\
 Tools for people who run language models with Tidegate."""
@@ -30,10 +29,6 @@ Reads the object, or a list of them, as JSON or YAML:
 Fields = Mapping[str, Any]
 
 
-class UnreadableInput(Exception):
-    """The input is not an LLMDeployment; the message says why."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence on stderr when the input cannot be read."""
     parser = argparse.ArgumentParser(prog="tidegate", description=DESCRIPTION)
@@ -49,11 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     # Its flags are its own module's, which is imported only when it is meant.
     commands.add_parser("plan", add_help=False, help="say which GPUs, how many and in which precision a model needs")
+    commands.add_parser("simulate", add_help=False, help="serve a trace with an LLMDeployment in virtual time")
     options, rest = parser.parse_known_args(arguments)
     if options.command == "plan":
         from tidegate_operator import plan_command
 
         return plan_command.main(rest)
+    if options.command == "simulate":
+        from tidegate_sim import command
+
+        return command.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -80,33 +80,6 @@ def _read(filename: str) -> str:
         return sys.stdin.read() if filename == "-" else Path(filename).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableInput(f"cannot read {filename}: {error}") from error
-
-
-def read_objects(text: str) -> Iterator[Fields]:
-    """The LLMDeployments in `text`, a JSON or YAML document with one object or a list of them."""
-    data = _parse(text)
-    if not isinstance(data, Mapping):
-        raise UnreadableInput("the input holds no Kubernetes object; pipe `kubectl get lld NAME -o json` into it")
-    items = data.get("items") if str(data.get("kind", "")).endswith("List") else [data]
-    found = [item for item in items or [] if isinstance(item, Mapping) and item.get("kind") == KIND]
-    if not found:
-        raise UnreadableInput(f"the input holds no {KIND}, but {data.get('kind') or 'something without a kind'}")
-    yield from found
-
-
-def _parse(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        import yaml  # not needed for JSON, and no dependency of the bare package
-    except ImportError as error:
-        raise UnreadableInput("the input is no JSON, and PyYAML is not installed; use kubectl's -o json") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UnreadableInput(f"the input is neither JSON nor YAML: {' '.join(str(error).split())}") from error
 
 
 def explain_object(item: Fields) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tidegate_engine.settings import DEFAULT_SETTINGS, BatchSettings, Envelope, find_violation
-from tidegate_engine.steptime import StepModel
+from tidegate_engine.steptime import Profile, StepModel
 from tidegate_operator.capacity import (
     KV_RESERVE,
     Capacity,
@@ -432,3 +432,40 @@ def describe(option: Option) -> str:
 
 
 KV_PRECISIONS = ("auto", *KV_VALUE_BYTES)
+
+
+# --- the choice as a modelled engine ---------------------------------------------------------------------------------
+
+LOAD_BYTES_PER_SECOND = 1.5e9
+"""A local disk; the profiles that come with the engine are made with it too."""
+WARMUP_SECONDS = 2.0
+_ENGINE_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
+
+
+def profile_of(question: Question, option: Option) -> Profile:
+    """One replica as `tidegate-engine serve --runner modelled` and `tidegate simulate` take it."""
+    shape, memory, config = question.shape, option.memory, question.shape.config
+    guess = f"the roofline of {option.gpu.name} x {memory.tensor_parallel} (tidegate plan); nothing was measured"
+    return Profile(
+        name=f"{option.gpu.name}-{shape.name}-{option.kinds.weights}".lower().replace(" ", "-"),
+        gpu=option.gpu.name,
+        gpus=memory.tensor_parallel,
+        model=shape.name,
+        layers=len(config.layers),
+        kv_heads=shape.kv_heads,
+        head_size=config.head_size,
+        vocab_size=config.vocab_size,
+        weight_dtype=_ENGINE_TYPES.get(option.kinds.weights, option.kinds.weights),
+        kv_dtype=_ENGINE_TYPES.get(option.kinds.kv, option.kinds.kv),
+        weight_bytes=shape.weight_bytes(option.kinds.weights),
+        kv_token_bytes=shape.kv_bytes_per_token(option.kinds.kv),
+        kv_blocks=int(memory.kv_tokens // BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+        max_model_len=config.context_tokens,
+        start_seconds={
+            "weights": round(memory.weight_bytes / LOAD_BYTES_PER_SECOND, 1),
+            "warmup": WARMUP_SECONDS,
+        },
+        step=option.step,
+        source=dict.fromkeys((*option.step.as_dict(), "kv_blocks", "start_seconds"), guess),
+    )

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tidegate_engine.model_config import decoder_config, read_settings
@@ -17,7 +18,7 @@ from tidegate_operator.capacity import Targets
 from tidegate_operator.gpus import GPUS, PRICES_OF, Gpu, PriceError, find_gpu, nearest_names, parse_prices
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.model_shapes import PRECISIONS, WELL_KNOWN, ModelShape, known_shape
-from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan
+from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan, profile_of
 from tidegate_operator.plan import describe as describe_option
 from tidegate_operator.prior import PRIOR_ERROR, Source
 
@@ -87,6 +88,12 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--headroom", type=float, default=15.0, metavar="PERCENT", help="kept free (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--write-profile",
+        type=Path,
+        metavar="FILE",
+        help="write the choice as a profile for `tidegate simulate` and `tidegate-engine serve --runner modelled`",
+    )
     return parser.parse_args(arguments)
 
 
@@ -99,6 +106,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"tidegate plan: {error}", file=sys.stderr)
         return 2
     answer = plan(question)
+    if options.write_profile is not None and answer.choice is not None:
+        try:
+            options.write_profile.write_text(json.dumps(asdict(profile_of(question, answer.choice)), indent=2) + "\n")
+        except OSError as error:
+            print(f"tidegate plan: cannot write {options.write_profile}: {error.strerror}", file=sys.stderr)
+            return 2
     if options.json:
         print(json.dumps(as_dict(question, answer), indent=2))
     else:

@@ -1,0 +1,131 @@
+"""What a policy reads out of a view: newest levels, means and rates over a window, of a pod and of all pods.
+
+Pure. A reading that is not there, or older than `STALE_SECONDS`, is None: each policy says what it makes of that.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from tidegate_operator.demand import PodSample
+from tidegate_operator.observation import ReplicaPhase
+from tidegate_sim.controller import FleetView, PodView
+
+STALE_SECONDS = 60.0
+"""Prometheus marks a series stale when its target stops to answer; no policy here may use older samples."""
+PENDING_PHASES = frozenset(
+    (
+        ReplicaPhase.STARTING,
+        ReplicaPhase.PULLING,
+        ReplicaPhase.UNSCHEDULABLE,
+        ReplicaPhase.GATED,
+        ReplicaPhase.PULL_FAILED,
+    )
+)
+"""Pods whose `status.phase` is Pending: no container of theirs runs yet. A pod that loads weights is Running."""
+
+
+def listed(view: FleetView) -> list[PodView]:
+    """Pods that no one has deleted."""
+    return [pod for pod in view.pods if pod.replica.phase != ReplicaPhase.DRAINING]
+
+
+def ready(view: FleetView) -> list[PodView]:
+    return [pod for pod in view.pods if pod.replica.phase == ReplicaPhase.READY]
+
+
+def newest(pod: PodView, *key: str, now: float) -> float | None:
+    """A level, or a counter's stand, as of the last scrape."""
+    sample = _newest_sample(pod, now)
+    return None if sample is None else sample.values.get(key)
+
+
+def newest_total(pods: Sequence[PodView], *key: str, now: float) -> float | None:
+    """Sum over the pods that tell it; None when none does."""
+    values = [value for pod in pods if (value := newest(pod, *key, now=now)) is not None]
+    return sum(values) if values else None
+
+
+def _newest_sample(pod: PodView, now: float) -> PodSample | None:
+    if not pod.samples or now - pod.samples[-1].at > STALE_SECONDS:
+        return None
+    return pod.samples[-1]
+
+
+def within(pod: PodView, *, now: float, window_seconds: float) -> Sequence[PodSample]:
+    """Samples of the window, oldest first; the one at its very beginning counts."""
+    first = len(pod.samples)
+    while first > 0 and pod.samples[first - 1].at >= now - window_seconds - 0.5:
+        first -= 1
+    return pod.samples[first:]
+
+
+def mean_level(pod: PodView, *key: str, now: float, window_seconds: float) -> float | None:
+    values = list(_levels(pod, key, now=now, window_seconds=window_seconds))
+    return sum(values) / len(values) if values else None
+
+
+def max_level(pod: PodView, *key: str, now: float, window_seconds: float) -> float | None:
+    return max(_levels(pod, key, now=now, window_seconds=window_seconds), default=None)
+
+
+def _levels(pod: PodView, key: tuple[str, ...], *, now: float, window_seconds: float) -> Iterator[float]:
+    for sample in within(pod, now=now, window_seconds=window_seconds):
+        if key in sample.values:
+            yield sample.values[key]
+
+
+def rate(pod: PodView, name: str, *, now: float, window_seconds: float) -> float | None:
+    """Increase a second of a counter, all its labels summed; a counter that fell was reset."""
+    samples = within(pod, now=now, window_seconds=window_seconds)
+    if len(samples) < 2 or now - samples[-1].at > STALE_SECONDS:
+        return None
+    stands = [_summed(sample, name) for sample in samples]
+    gained = sum(after - before if after >= before else after for before, after in pairwise(stands))
+    return gained / (samples[-1].at - samples[0].at)
+
+
+def total_rate(pods: Sequence[PodView], name: str, *, now: float, window_seconds: float) -> float | None:
+    rates = [each for pod in pods if (each := rate(pod, name, now=now, window_seconds=window_seconds)) is not None]
+    return sum(rates) if rates else None
+
+
+def _summed(sample: PodSample, name: str) -> float:
+    plain = sample.values.get((name,))
+    if plain is not None:
+        return plain
+    return sum(value for key, value in sample.values.items() if key[0] == name)
+
+
+def kv_used_ratio(sample: PodSample) -> float | None:
+    """Blocks that running requests hold, of all; blocks that only the prefix cache keeps are free for vLLM's gauge."""
+    states = {key[1]: value for key, value in sample.values.items() if key[0] == "kv_blocks"}
+    blocks = sum(states.values())
+    return states.get("used", 0.0) / blocks if blocks > 0 else None
+
+
+class WindowedCounter:
+    """Stands of an exact counter as a ticking policy saw them, for the increase over its own windows."""
+
+    def __init__(self, keep_seconds: float) -> None:
+        self._keep_seconds = keep_seconds
+        self._stands: list[tuple[float, float]] = []
+
+    def record(self, at: float, stand: float) -> None:
+        self._stands.append((at, stand))
+        # One older than the window stays, so that the window's beginning lies between two stands.
+        while len(self._stands) > 2 and self._stands[1][0] <= at - self._keep_seconds:
+            del self._stands[0]
+
+    def rate(self, window_seconds: float) -> float | None:
+        """Increase a second over the last `window_seconds`, or over what there is; None before two stands."""
+        if len(self._stands) < 2:
+            return None
+        at, stand = self._stands[-1]
+        begin = max(at - window_seconds, self._stands[0][0])
+        return (stand - self._stand_at(begin)) / (at - begin)
+
+    def _stand_at(self, at: float) -> float:
+        for (before, low), (after, high) in zip(self._stands, self._stands[1:], strict=False):
+            if before <= at <= after:
+                return low + (high - low) * (at - before) / (after - before)
+        return self._stands[0][1]

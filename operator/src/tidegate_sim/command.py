@@ -1,0 +1,318 @@
+"""`tidegate simulate`: an LLMDeployment, a trace and a GPU's profile in virtual time, beside what others would do.
+
+Reads files, writes a table, JSON and a page. Everything else is `simulation`'s. Needs no cluster and no GPU.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import TextIO
+
+from tidegate_engine.steptime import Profile, load_profile, profile_names
+from tidegate_engine.workload import Lengths, WorkloadError, made_up, parse_lengths, poisson
+from tidegate_operator.api import InvalidSpec, ScalingMode, Spec, parse_spec
+from tidegate_operator.objects import UnreadableInput, read_objects
+from tidegate_sim.arrivals import Arrival
+from tidegate_sim.baselines import table
+from tidegate_sim.baselines.plant import Plant
+from tidegate_sim.controller import Controller
+from tidegate_sim.operator_controller import OperatorController, scrape_seconds
+from tidegate_sim.replica import engine_info
+from tidegate_sim.report import html, text
+from tidegate_sim.results import Result
+from tidegate_sim.simulation import POINT_SECONDS, Progress, simulate
+from tidegate_sim.specification import STRICT, FleetSpec, GatewaySpec, Goals, start_times
+from tidegate_sim.traces import Counted, Cut, read
+
+POINTS = 600
+"""Most points of a plot."""
+PROGRESS_SECONDS = 5.0
+DESCRIPTION = """\
+Serve a trace with an LLMDeployment in virtual time: the operator's own rules scale a fleet of the engine's own
+scheduler, whose steps take as long as a GPU's profile says. Hours pass in seconds; nothing is needed but files."""
+EPILOG = """\
+examples:
+  would this object hold its goals under last week's traffic?
+    tidegate simulate -f my.yaml --trace week.csv --profile h100-llama-3.1-8b --html week.html
+  the same beside an HPA, for 2 USD a GPU-hour, with pods that take three minutes to start
+    tidegate simulate -f my.yaml --trace week.csv --baseline hpa-concurrency --start-seconds 180 --price 2
+  no trace yet: ten requests a second for an hour
+    tidegate simulate -f my.yaml --rate 10 --isl lognormal:800,0.8 --osl lognormal:200,0.6 --duration-seconds 3600"""
+
+
+class SimulationRefused(Exception):
+    """What was asked for cannot be simulated; the message says what to do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0, or 2 with one sentence on stderr when something cannot be read."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (SimulationRefused, WorkloadError, UnreadableInput, InvalidSpec) as error:
+        print(f"tidegate simulate: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tidegate simulate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-f", "--deployment", required=True, metavar="FILE", help="LLMDeployment, as YAML or JSON; - is standard input"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"GPU and model: {', '.join(profile_names())}, or a .json file; default: the object's own --profile",
+    )
+    load = parser.add_argument_group("what arrives")
+    load.add_argument("--trace", type=Path, metavar="FILE", help="CSV with a time and two lengths, or Mooncake's JSONL")
+    load.add_argument("--trace-start-seconds", type=_not_negative, default=0.0, metavar="S", help="begin there in it")
+    load.add_argument("--speed", type=_above_zero, default=1.0, metavar="X", help="its time passes X times faster")
+    load.add_argument("--rate-scale", type=_above_zero, default=1.0, metavar="X", help="X times its requests")
+    load.add_argument("--length-scale", type=_above_zero, default=1.0, metavar="X", help="X times its tokens a request")
+    load.add_argument("--rate", type=_above_zero, metavar="R", help="without a trace: requests a second")
+    lengths = "512, uniform:128,1024 or lognormal:512,0.8"
+    load.add_argument("--isl", default="1000", metavar="N", help=f"and their prompts: {lengths} tokens")
+    load.add_argument("--osl", default="250", metavar="N", help="and their answers")
+    load.add_argument("--duration-seconds", type=_above_zero, metavar="S", help="default: all of the trace, or 3600")
+    fleet = parser.add_argument_group("the fleet")
+    fleet.add_argument("--start-seconds", type=_not_negative, default=60.0, metavar="S", help="to start a pod; 60")
+    fleet.add_argument("--initial-replicas", type=int, metavar="N", help="ready at the start; the fewest allowed")
+    fleet.add_argument("--timeout-seconds", type=_above_zero, metavar="S", help="clients give up without a first token")
+    fleet.add_argument("--price", type=_not_negative, metavar="USD", help="of a GPU-hour")
+    compare = parser.add_argument_group("comparison and output")
+    compare.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME[=KNOB]",
+        help=f"also under this policy; may be given again. There are {', '.join(table.BASELINES)}",
+    )
+    compare.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of start times, and of a load that is made up"
+    )
+    compare.add_argument("--json", metavar="FILE", help="write all figures and decisions; - is standard output")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots and decisions")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    name, spec = _object(options.deployment)
+    profile = _profile(options.profile, spec)
+    arrivals, described = _arrivals(options, profile)
+    low, high = spec.replica_bounds() if spec.autoscaling.mode is ScalingMode.AUTO else (spec.fixed_replicas(),) * 2
+    fleet = FleetSpec(
+        profile,
+        initial_replicas=low if options.initial_replicas is None else options.initial_replicas,
+        settings=spec.initial_settings(),
+        max_model_len=min(spec.engine.max_model_length or profile.max_model_len, profile.max_model_len),
+        start=start_times(options.start_seconds),
+        scrape_seconds=scrape_seconds(spec),
+        drain_timeout_seconds=float(spec.drain.timeout_seconds),
+        gateway=GatewaySpec(timeout_seconds=options.timeout_seconds),
+        gpu_price_per_hour=options.price,
+    )
+    goals = _goals(spec)
+    plant = Plant(
+        step=profile.step,
+        kv_tokens=profile.kv_blocks * profile.block_tokens,
+        settings=fleet.settings,
+        ttft_seconds=goals.ttft_seconds,
+        itl_seconds=goals.itl_seconds,
+        start_seconds=options.start_seconds,
+        lowest_replicas=low,
+        highest_replicas=high,
+    )
+    info = engine_info(profile, max_model_len=fleet.max_model_len)
+    contenders: list[Controller] = [OperatorController(spec, info)]
+    contenders += [_baseline(each, plant, arrivals) for each in options.baseline]
+    progress = _Progress(sys.stderr, arrivals[-1].at_seconds)
+    results = []
+    for controller in contenders:
+        progress.begin(controller.name)
+        results.append(
+            simulate(
+                arrivals,
+                fleet,
+                controller,
+                seed=options.seed,
+                goals=goals,
+                point_seconds=max(POINT_SECONDS, arrivals[-1].at_seconds / POINTS),
+                watch=progress.show,
+            )
+        )
+        progress.end()
+    _write(options, results, name=name, described=described)
+    return 0
+
+
+def _object(filename: str) -> tuple[str, Spec]:
+    """Name and spec of the file's first LLMDeployment."""
+    try:
+        content = sys.stdin.read() if filename == "-" else Path(filename).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SimulationRefused(f"{filename} cannot be read: {error}") from error
+    found = next(read_objects(content))
+    return str(found.get("metadata", {}).get("name", "unnamed")), parse_spec(found.get("spec") or {})
+
+
+def _profile(name: str | None, spec: Spec) -> Profile:
+    own = next((each.partition("=")[2] for each in spec.engine.args if each.startswith("--profile=")), None)
+    chosen = name or own
+    if chosen is None:
+        raise SimulationRefused(
+            f"give --profile, what GPU and model to simulate: {', '.join(profile_names())}, or a file"
+        )
+    try:
+        profile = load_profile(chosen)
+    except ValueError as error:
+        raise SimulationRefused(str(error)) from error
+    return replace(profile, gpus=spec.resources.gpu.count or profile.gpus)
+
+
+def _arrivals(options: argparse.Namespace, profile: Profile) -> tuple[list[Arrival], str]:
+    """What arrives, in order, and a sentence about it."""
+    if (options.trace is None) == (options.rate is None):
+        raise SimulationRefused("give either --trace, or --rate for a load that is made up")
+    duration = options.duration_seconds
+    if options.trace is None:
+        seconds = 3600.0 if duration is None else duration
+        isl, osl = parse_lengths(options.isl), parse_lengths(options.osl)
+        made = _made_up(options.rate, isl, osl, seconds=seconds, seed=options.seed)
+        if not made:
+            raise SimulationRefused("nothing arrives at that rate in that time; raise one of them")
+        return made, f"made up: {options.rate:g} requests/s, prompts of {options.isl}, answers of {options.osl}"
+    cut = Cut(
+        start_seconds=options.trace_start_seconds,
+        duration_seconds=math.inf if duration is None else duration,
+        speed=options.speed,
+        rate_scale=options.rate_scale,
+        length_scale=options.length_scale,
+    )
+    counted = Counted()
+    found = list(read(options.trace, cut, block_tokens=profile.block_tokens, seed=options.seed, counted=counted))
+    left_out = f"; {counted.skipped} rows without tokens left out" if counted.skipped else ""
+    return found, f"{options.trace.name}{left_out}"
+
+
+def _made_up(rate: float, isl: Lengths, osl: Lengths, *, seconds: float, seed: int) -> list[Arrival]:
+    times = takewhile(lambda at: at < seconds, poisson(rate, burstiness=1.0, rng=random.Random(seed)))
+    requests = made_up(isl, osl, arrivals=times, rng=random.Random(seed + 1))
+    return [Arrival(each.at_seconds, each.input_tokens, each.output_tokens) for each in requests]
+
+
+def _goals(spec: Spec) -> Goals:
+    """The object's own; where it has none, the usual ones."""
+    objectives = spec.objectives
+    return Goals(
+        ttft_seconds=objectives.ttft.seconds if objectives.ttft else STRICT.ttft_seconds,
+        itl_seconds=objectives.inter_token_latency.seconds if objectives.inter_token_latency else STRICT.itl_seconds,
+        unloaded_factor=0.0 if objectives.ttft else STRICT.unloaded_factor,
+        patterns=spec.patterns(),
+    )
+
+
+def _baseline(given: str, plant: Plant, arrivals: Sequence[Arrival]) -> Controller:
+    name, has_knob, knob = given.partition("=")
+    try:
+        return table.make(name, plant, knob=float(knob) if has_knob else None, arrivals=arrivals)
+    except ValueError as error:
+        raise SimulationRefused(f"--baseline {given}: {error}") from error
+
+
+def _write(options: argparse.Namespace, results: Sequence[Result], *, name: str, described: str) -> None:
+    goals, fleet = results[0].goals, results[0].fleet
+    facts = [
+        ("Object", name),
+        ("Load", f"{described}; {len(results[0].records)} requests in {results[0].duration_seconds / 3600:.2f} h"),
+        ("Replica", f"{fleet.profile.name}, {fleet.profile.gpus} x {fleet.profile.gpu}"),
+        ("A pod starts in", f"{fleet.start.mean_seconds:g} s, {100 * fleet.start.jitter:.0f} % either way by phase"),
+        ("Goals", f"TTFT {1000 * goals.ttft_seconds:.0f} ms, ITL {1000 * goals.itl_seconds:.0f} ms, for each request"),
+        ("Gateway", f"{fleet.gateway.balancing}; holds requests while no pod is ready"),
+        ("Seed", str(options.seed)),
+    ]
+    if options.json is not None:
+        content = json.dumps({"facts": dict(facts), "results": [as_json(result) for result in results]}, indent=1)
+        if options.json == "-":
+            print(content)
+        else:
+            _save(Path(options.json), content + "\n")
+    print(text(results), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.html is not None:
+        _save(options.html, html(results, title=f"Simulation of {name}", facts=facts))
+
+
+def as_json(result: Result) -> dict[str, object]:
+    """All figures, decisions and points."""
+    return {
+        **result.summary(),
+        "reasons": dict(result.reasons),
+        "changes": [asdict(change) for change in result.changes],
+        "timeline": [
+            {**asdict(point), "phases": {str(phase): count for phase, count in point.phases.items()}}
+            for point in result.timeline
+        ],
+    }
+
+
+def _save(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise SimulationRefused(f"{path} cannot be written: {error.strerror}") from error
+
+
+class _Progress:
+    """A line every few seconds about a simulation that takes longer."""
+
+    def __init__(self, out: TextIO, duration_seconds: float) -> None:
+        self._out = out
+        self._duration = max(1.0, duration_seconds)
+        self._name = ""
+        self._shown_at = 0.0
+
+    def begin(self, name: str) -> None:
+        self._name, self._shown_at = name, time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._shown_at < PROGRESS_SECONDS:
+            return
+        self._shown_at = now
+        share = min(1.0, progress.now / self._duration)
+        line = (
+            f"{self._name}: {100 * share:.0f} %, {progress.arrived} requests, {progress.in_flight} in flight, "
+            f"{progress.replicas} replicas"
+        )
+        end = "" if self._out.isatty() else "\n"
+        print(f"\r\x1b[K{line}" if self._out.isatty() else line, end=end, file=self._out, flush=True)
+
+    def end(self) -> None:
+        if self._out.isatty():
+            print("\r\x1b[K", end="", file=self._out, flush=True)
+
+
+def _above_zero(given: str) -> float:
+    value = float(given)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {given}")
+    return value
+
+
+def _not_negative(given: str) -> float:
+    value = float(given)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {given}")
+    return value

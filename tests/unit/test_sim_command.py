@@ -1,0 +1,88 @@
+"""`tidegate simulate`: from files to a table, JSON and a page of its own; what cannot be read is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tidegate_operator.cli import main
+
+OBJECT = {
+    "apiVersion": "tidegate.dev/v1alpha1",
+    "kind": "LLMDeployment",
+    "metadata": {"name": "assistant"},
+    "spec": {
+        "model": {"uri": "file:///models/none"},
+        "objectives": {"ttft": {"milliseconds": 800}, "interTokenLatency": {"milliseconds": 60}},
+        "autoscaling": {"mode": "Auto", "minReplicas": 1, "maxReplicas": 4},
+    },
+}
+PROFILE = ["--profile", "h100-llama-3.1-8b"]
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> str:
+    path = tmp_path / "object.json"
+    path.write_text(json.dumps(OBJECT))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    path.write_text("t,isl,osl\n" + "".join(f"{n / 4},{300 + n % 900},{20 + n % 60}\n" for n in range(400)))
+    return str(path)
+
+
+def test_a_trace_is_served_beside_a_baseline(
+    deployment: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    arguments = ["simulate", "-f", deployment, "--trace", trace, *PROFILE, "--baseline", "static=2", "--price", "2"]
+    assert main([*arguments, "--html", str(page), "--json", str(figures)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["policy", "tidegate", "static"]
+    found = json.loads(figures.read_text())
+    first, second = found["results"]
+    assert first["requests"] == second["requests"] == 400
+    assert first["attainment"] > 0.99 and second["gpu_hours"] > first["gpu_hours"]
+    assert second["cost"] == pytest.approx(2 * second["gpu_hours"])
+    assert first["timeline"] and {"at", "mix", "settings", "ttft_p95_seconds"} <= set(first["timeline"][0])
+    html = page.read_text()
+    assert "Simulation of assistant" in html and html.count("<svg") >= 10
+    assert not re.search(r"(src|href)=|@import|url\(|https?:", html), "nothing is fetched"
+
+
+def test_the_same_seed_prints_the_same(deployment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "-f", deployment, *PROFILE, "--rate", "3", "--duration-seconds", "60", "--json", "-"]
+    printed = []
+    for seed in ("5", "5", "6"):
+        assert main([*arguments, "--seed", seed]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--rate", "1"], "give --profile"),
+        (PROFILE, "give either --trace, or --rate"),
+        ([*PROFILE, "--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
+        ([*PROFILE, "--rate", "1", "--baseline", "guess"], "there is no baseline 'guess'"),
+        (["--profile", "abacus", "--rate", "1"], "there is no profile 'abacus'"),
+        ([*PROFILE, "--rate", "1", "--isl", "many"], "is no distribution of lengths"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(
+    deployment: str, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "-f", deployment, *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_object_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"kind": "Pod"}')
+    assert main(["simulate", "-f", str(path), *PROFILE, "--rate", "1"]) == 2
+    assert "holds no LLMDeployment" in capsys.readouterr().err
