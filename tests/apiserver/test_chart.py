@@ -11,6 +11,7 @@ import yaml
 
 from tidegate_local import cluster
 from tidegate_operator import crd, settings
+from tidegate_operator.gpus import Prices
 
 CHART = Path(__file__).parents[2] / "charts" / "tidegate"
 IMAGES = ("--set=image=registry.example/operator:1", "--set=engine.image=registry.example/engine:1")
@@ -55,6 +56,7 @@ def test_the_server_accepts_every_manifest(control_plane: cluster.Cluster, names
         (("--set=watch.clusterWide=true", "--set=watch.namespaces={a}"), "namespaces"),
         (("--set=prometheus.url=prometheus:9090",), "does not match pattern"),
         (("--set=gpuBudgets.nvidia\\.com/gpu=-1",), "gpuBudgets"),
+        (("--set=gpuPrices.L4=cheap",), "number"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_clear_message(
@@ -79,6 +81,14 @@ def test_the_operator_can_read_the_environment_that_the_chart_sets(control_plane
     assert read.admin_key_secret == only(template(control_plane), "Secret", "tidegate-admin-keys")["metadata"]["name"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"metrics": read.metrics_port, "health": read.health_port}
+
+
+def test_gpu_prices_reach_the_operator(control_plane: cluster.Cluster) -> None:
+    deployment = only(template(control_plane, '--set-json=gpuPrices={"H100 SXM":2.1,"L4":0}'), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {item["name"]: item.get("value", "somewhere") for item in container["env"]}
+    read = settings.read({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert read.gpu_prices == Prices({"H100 SXM": 2.1, "L4": 0})
 
 
 def test_user_ids_can_be_left_to_the_cluster(control_plane: cluster.Cluster) -> None:

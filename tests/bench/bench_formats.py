@@ -27,24 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidegate_engine.allocator import freed_at_once
+from tidegate_engine.architecture import DecoderConfig, LayerConfig, Rope, parameter_shapes
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.gguf_file import read_metadata_bytes
 from tidegate_engine.precision import Precision, as_stored, parse_precision
 from tidegate_engine.quantize import to_precision
-from tidegate_engine.rope import Rope
 from tidegate_engine.tokenizer import load_tokenizer
 from tidegate_engine.torch_runner import DTYPES
-from tidegate_engine.transformer import (
-    Decoder,
-    DecoderConfig,
-    LayerConfig,
-    build_decoder,
-    forward,
-    kv_token_bytes,
-    layer_caches,
-    new_kv_pool,
-    parameter_shapes,
-)
+from tidegate_engine.transformer import Decoder, build_decoder, forward, kv_token_bytes, layer_caches, new_kv_pool
 from tidegate_engine.weights_safetensors import NAMES
 from tidegate_kernels.reference import ragged_batch
 from tidegate_kernels.weight import Dense, Weight

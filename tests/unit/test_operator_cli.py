@@ -215,3 +215,12 @@ def test_the_operators_command_says_what_it_lacks(
     monkeypatch.setitem(sys.modules, "kopf", None)
     assert run_operator() == 2
     assert "pip install 'tidegate[operator]'" in capsys.readouterr().err
+
+
+def test_the_cost_is_told_where_it_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cost = {"gpu": "L4", "gpus": 6, "dollarsPerHour": 3.0, "dollarsPerMillionOutputTokens": 0.83, "price": "Default"}
+    file = tmp_path / "object.json"
+    file.write_text(json.dumps(OBJECT | {"status": OBJECT["status"] | {"cost": cost}}))
+    assert main(["explain", "-f", str(file)]) == 0
+    expected = "cost: $3 an hour for 6 x L4, $0.83 a million output tokens (a default price)"
+    assert expected in capsys.readouterr().out

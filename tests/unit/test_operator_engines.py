@@ -102,6 +102,7 @@ async def test_the_engine_tells_what_capacity_needs(client: EngineClient, token:
     assert info.kv_blocks > 0
     assert info.step_model is not None
     assert info.step_model.base_seconds == pytest.approx(0.002)
+    assert info.layers is not None and info.layers > 0 and info.weight_dtype
 
 
 async def test_an_engine_that_is_not_there_is_a_finding_not_an_error(

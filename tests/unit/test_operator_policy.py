@@ -319,6 +319,7 @@ def test_no_traffic_at_all_goes_down_to_the_minimum_step_by_step() -> None:
 
 
 BLIND_ENGINE = replace(ENGINE, step_model=None)
+GUESSED_ENGINE = replace(BLIND_ENGINE, prior=H100.step)
 
 
 def test_without_a_step_model_a_missed_target_adds_a_replica() -> None:
@@ -348,6 +349,41 @@ def test_without_a_step_model_well_met_targets_let_one_replica_go() -> None:
     assert decide(spec, easy, filled_memory(spec, easy)).replicas == 3
     busy = seen(replace(demand_of(1), ttft_p95_seconds=0.6), ready=4, engine=BLIND_ENGINE)
     assert decide(spec, busy, filled_memory(spec, busy)).replicas == 4
+
+
+def test_a_prior_adds_a_replica_before_any_pod_has_measured_itself() -> None:
+    spec = spec_of()
+    load = at_capacity(spec, 3)
+    blind = decide(spec, seen(load, ready=1, engine=BLIND_ENGINE), {})
+    guessed = decide(spec, seen(load, ready=1, engine=GUESSED_ENGINE), {})
+    assert blind.action is Action.HOLD
+    assert (guessed.action, guessed.replicas) == (Action.SCALE_UP, 2)
+    # Three replicas' load, by a guess that is taken to be a quarter too low.
+    assert guessed.inputs["pressure_prior"] == pytest.approx(3 / 1.25, rel=0.02)
+    assert "prior at 2.4" in guessed.message and "capacityPerReplica" not in guessed.inputs
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 2.0, 5.0])
+@pytest.mark.parametrize("ready", [1, 2, 4])
+def test_a_prior_never_takes_a_replica_away(rate: float, ready: int) -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    load = demand_of(rate)
+    blind = decide(spec, seen(load, ready=ready, engine=BLIND_ENGINE), {})
+    guessed = decide(spec, seen(load, ready=ready, engine=GUESSED_ENGINE), {})
+    assert guessed.replicas >= blind.replicas
+
+
+def test_settings_are_not_tuned_by_a_prior() -> None:
+    spec = spec_of(batching={"mode": "Auto"})
+    decision = decide(spec, seen(at_capacity(spec, 0.5), ready=1, engine=GUESSED_ENGINE), {})
+    assert decision.settings == spec.initial_settings() and decision.settings_reason == ""
+
+
+def test_how_much_of_the_model_was_measured_stands_in_the_inputs() -> None:
+    spec = spec_of()
+    known = decide(spec, seen(demand_of(1.0), ready=1, engine=replace(ENGINE, step_model_confidence=0.8)), {})
+    assert known.inputs["modelConfidence"] == 0.8
+    assert "modelConfidence" not in decide(spec, seen(demand_of(1.0), ready=1, engine=GUESSED_ENGINE), {}).inputs
 
 
 # --- feedback

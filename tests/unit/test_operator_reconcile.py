@@ -14,6 +14,7 @@ from tidegate_operator.demand import Measured
 from tidegate_operator.engines import Answer, Applied, Refused, Unreachable
 from tidegate_operator.events import BURST, SECONDS_PER_EVENT, EventBudget
 from tidegate_operator.fleet import Fleet
+from tidegate_operator.gpus import Prices
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.observation import EngineInfo
 from tidegate_operator.pods import DELETION_COST
@@ -106,6 +107,7 @@ class FakeEngines:
     """Engines that answer what they are told to."""
 
     answer: Answer | None = None
+    known: EngineInfo | None = None
     told: list[tuple[int, BatchSettings]] = field(default_factory=list)
 
     async def batching(self, ip: str, *, token: str) -> Answer:
@@ -116,7 +118,7 @@ class FakeEngines:
         return self.answer or Applied(generation, settings)
 
     async def info(self, ip: str, *, token: str) -> EngineInfo | None:
-        return None
+        return self.known
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ class World:
             keys=self.keys,
             clock=lambda: self.now,
         )
-        installation = Installation(render.Defaults("engine:1"), self.prometheus_url, self.gpu_budgets)
+        installation = Installation(
+            render.Defaults("engine:1"), self.prometheus_url, self.gpu_budgets, Prices({"L4": 0.25})
+        )
         return Reconciler(ports, self.store, installation=installation, metrics=Metrics())
 
     def create(self, **spec: Any) -> None:
@@ -362,6 +366,17 @@ async def test_an_event_that_cannot_be_posted_does_not_fail_the_pass(world: Worl
     world.cluster.faults["event", "Event"] = ApiError(403, "Forbidden", "for a test")
     world.add_pod("m-a-1")
     assert not (await world.run()).failed
+
+
+async def test_what_the_pods_gpus_cost_is_told_by_the_installations_price(world: World) -> None:
+    world.engines.known = EngineInfo(
+        kv_blocks=1, block_tokens=16, max_model_len=1, kv_token_bytes=1, weight_bytes=1, gpu_product="NVIDIA-L4",
+        gpu_count=2, version="", step_model=None, step_model_residual_ratio=None, step_model_samples=None,
+    )  # fmt: skip
+    world.add_pod("m-a-1")
+    await world.run()
+    cost = world.cluster.stored("LLMDeployment")["status"]["cost"]
+    assert cost == {"gpu": "L4", "gpus": 2, "dollarsPerHour": 0.5, "price": "Installation"}
 
 
 async def test_a_crash_between_any_two_calls_is_made_good_by_the_next_pass() -> None:

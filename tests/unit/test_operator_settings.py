@@ -3,6 +3,7 @@
 import pytest
 
 from tidegate_operator.__main__ import main
+from tidegate_operator.gpus import Prices
 from tidegate_operator.settings import SettingsError, read
 
 GIVEN = {
@@ -36,6 +37,12 @@ def test_an_empty_user_id_leaves_the_choice_to_the_cluster() -> None:
     assert read(GIVEN | {"TIDEGATE_ENGINE_RUN_AS_USER": ""}).engine_run_as_user is None
 
 
+def test_gpu_prices_are_read_as_the_chart_writes_them() -> None:
+    assert read(GIVEN).gpu_prices == Prices()
+    given = read(GIVEN | {"TIDEGATE_GPU_PRICES": "H100 SXM=2.1,NVIDIA-L4=0.5,"})
+    assert given.gpu_prices == Prices({"H100 SXM": 2.1, "L4": 0.5})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -47,6 +54,7 @@ def test_an_empty_user_id_leaves_the_choice_to_the_cluster() -> None:
         ({"KUBECONFIG": ""}, "KUBECONFIG"),
         ({"TIDEGATE_GPU_BUDGETS": "nvidia.com/gpu"}, "give NAME=COUNT"),
         ({"TIDEGATE_GPU_BUDGETS": "nvidia.com/gpu=many"}, "give NAME=COUNT"),
+        ({"TIDEGATE_GPU_PRICES": "L4=cheap"}, "TIDEGATE_GPU_PRICES: .* is not a number of dollars"),
     ],
 )
 def test_a_wrong_variable_is_named(change: dict[str, str], words: str) -> None:

@@ -13,6 +13,8 @@ from tidegate_operator.observation import (
     Action,
     Decision,
     Demand,
+    EngineInfo,
+    GpuPrice,
     Limits,
     MetricsState,
     Observation,
@@ -446,3 +448,55 @@ def test_a_pass_that_failed_leaves_serving_pods_ready_and_says_that_it_tries_aga
     assert condition(built, "Reconciling")["reason"] == "ReconcileFailed"
     fresh = status.build_problem(problem, {}, generation=1, now=LATER)
     assert condition(fresh, "Ready")["status"] == "False"
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+TWO_L4S = EngineInfo(
+    kv_blocks=1, block_tokens=16, max_model_len=1, kv_token_bytes=1, weight_bytes=1, gpu_product="NVIDIA L4",
+    gpu_count=2, version="", step_model=None, step_model_residual_ratio=None, step_model_samples=None,
+)  # fmt: skip
+PRICE = GpuPrice("L4", 0.5, is_default=False)
+
+
+def test_cost_counts_the_gpus_of_every_pod_that_has_a_node() -> None:
+    pods = (
+        pod(),
+        pod(ReplicaPhase.LOADING, name="q"),
+        pod(ReplicaPhase.DRAINING, name="r"),
+        pod(ReplicaPhase.UNSCHEDULABLE, name="s"),
+    )
+    built = build(seen(*pods, engine=TWO_L4S, price=PRICE, demand=demand(generation_tokens_per_second=1000.0)))
+    # Three pods of two GPUs at 0.50; 1,000 tokens/s are 3.6 million an hour: 3.00 / 3.6.
+    assert built["cost"] == {
+        "gpu": "L4",
+        "gpus": 6,
+        "dollarsPerHour": 3.0,
+        "dollarsPerMillionOutputTokens": 0.83,
+        "price": "Installation",
+    }
+
+
+def test_cost_of_tokens_is_unknown_without_fresh_traffic() -> None:
+    default = replace(PRICE, is_default=True)
+    for state, rate in ((MetricsState.STALE, 1000.0), (MetricsState.FRESH, 0.0), (MetricsState.FRESH, None)):
+        facts = seen(
+            pod(), engine=TWO_L4S, price=default, metrics_state=state, demand=demand(generation_tokens_per_second=rate)
+        )
+        cost = build(facts)["cost"]
+        assert cost == {"gpu": "L4", "gpus": 2, "dollarsPerHour": 1.0, "price": "Default"}
+
+
+def test_without_a_price_or_a_gpu_there_is_no_cost() -> None:
+    assert "cost" not in build(seen(pod()))
+    assert "cost" not in build(seen(pod(), engine=TWO_L4S))
+    assert "cost" not in build(seen(pod(), engine=replace(TWO_L4S, gpu_count=0), price=PRICE))
+
+
+def test_the_cost_of_tokens_does_not_waver_with_the_traffic() -> None:
+    def at(rate: float) -> Observation:
+        return seen(pod(), engine=TWO_L4S, price=PRICE, demand=demand(generation_tokens_per_second=rate))
+
+    first = build(at(1000.0))
+    assert build(at(1050.0), previous=first)["cost"] == first["cost"]
+    assert build(at(2000.0), previous=first)["cost"] != first["cost"]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from tidegate_engine.architecture import DecoderConfig
+from tidegate_engine.gguf_config import read_config
 from tidegate_engine.gguf_file import read_header
 from tidegate_engine.packed import load_packed, read_packed
 from tidegate_engine.pooling import Pooling, pooling_of_folder, pooling_of_metadata
 from tidegate_engine.precision import Precision
-from tidegate_engine.transformer import DecoderConfig
 from tidegate_engine.weights import (
     PACKED_FILE,
     ModelError,
@@ -22,7 +23,7 @@ from tidegate_engine.weights import (
     find_model_file,
     folder_eos_token_ids,
 )
-from tidegate_engine.weights_gguf import load_gguf, read_config, stored_bytes
+from tidegate_engine.weights_gguf import load_gguf, stored_bytes
 from tidegate_engine.weights_safetensors import describe_folder, load_safetensors, quantisation_of
 from tidegate_kernels import native
 from tidegate_kernels.weight import Weight

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
+from tidegate_engine.architecture import parameter_shapes
 from tidegate_engine.checkpoint import Checkpoint, open_checkpoint
 from tidegate_engine.gguf_file import read_header
 from tidegate_engine.packed import read_packed
 from tidegate_engine.precision import STORED, parse_precision, weight_bytes
 from tidegate_engine.safetensors_file import read_checkpoint
-from tidegate_engine.transformer import kv_token_bytes, parameter_shapes
+from tidegate_engine.transformer import kv_token_bytes
 from tidegate_engine.weights import PACKED_FILE
 from tidegate_kernels import native
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tidegate_engine.architecture import DecoderConfig, LayerConfig
 from tidegate_engine.runner import ADAPTER_FILES, AdapterInfo
 from tidegate_engine.safetensors_file import StoredTensor, read_file_header
-from tidegate_engine.transformer import DecoderConfig, LayerConfig, LayerDeltas, RowDeltas
+from tidegate_engine.transformer import LayerDeltas, RowDeltas
 from tidegate_engine.weights import ModelError, and_others, parse_json_object
 from tidegate_kernels.lora import LowRank, OutputPart
 

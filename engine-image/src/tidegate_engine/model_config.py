@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tidegate_engine.rope import METHODS, Rope, rope_fault
-from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig
+from tidegate_engine.architecture import METHODS, DecoderConfig, Experts, LayerConfig, Rope, rope_fault
 from tidegate_engine.weights import CONFIG_FILE, MAX_EXPERTS, ModelError, read_json_object
 
 _Item = TypeVar("_Item")

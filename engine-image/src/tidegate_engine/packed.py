@@ -21,14 +21,14 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope
 from tidegate_engine.ggml_types import decoder_of_type
 from tidegate_engine.gguf_file import read_metadata_bytes
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
 from tidegate_engine.request import PoolingKind
-from tidegate_engine.rope import Rope
-from tidegate_engine.transformer import DecoderConfig, Experts, LayerConfig, fused_names
+from tidegate_engine.transformer import fused_names
 from tidegate_engine.weights import PACKED_FILE, TOKENIZER_GGUF, ModelError
 from tidegate_kernels.quantised import Blocks, Fp8, Groups, Int8
 from tidegate_kernels.weight import Dense, Stacked, Weight, concat_rows

@@ -6,40 +6,14 @@ a text's length (dynamic, longrope) look at the context that is served instead.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tidegate_engine.architecture import Rope
 from tidegate_kernels.reference import rope_tables
 
-MAX_BASE, MAX_FACTOR = 1e12, 1e4
-METHODS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 START_POSITIONS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """A model's rotary positions; what a method does not use is left alone."""
-
-    base: float
-    method: str = "default"
-    factor: float = 1.0
-    """How much the context was stretched."""
-    trained_tokens: int = 0
-    """The context before that."""
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    fast_turns: float = 32.0
-    slow_turns: float = 1.0
-    whole_bounds: bool = True
-    """Whether yarn's bounds are rounded to whole dimensions."""
-    magnitude: float | None = None
-    """What cosines and sines are multiplied by; None = what the method says."""
-    divisors: tuple[float, ...] = ()
-    """Of each frequency: longrope's within the trained context, and those of files that hold them ready."""
-    long_divisors: tuple[float, ...] = ()
-    """longrope's beyond the trained context."""
 
 
 class Turns:
@@ -70,20 +44,6 @@ class Turns:
         return torch.index_select(self._cos, 0, positions, out=cos), torch.index_select(
             self._sin, 0, positions, out=sin
         )
-
-
-def rope_fault(rope: Rope, *, size: int) -> str | None:
-    """Why the formulas cannot be given `rope` for a head of which `size` dimensions turn; None where they can."""
-    if not 1 < rope.base <= MAX_BASE or not 1 / MAX_FACTOR <= rope.factor <= MAX_FACTOR:
-        return f"turns its positions by the base {rope.base:g} and the factor {rope.factor:g}"
-    if rope.method not in ("default", "linear") and rope.trained_tokens < 2:
-        return f"was trained with {rope.trained_tokens} tokens before its positions were stretched"
-    if rope.method == "dynamic" and size < 4:
-        return f"rotates {size} dimensions of a head; the method dynamic needs 4"
-    for divisors in (rope.divisors, rope.long_divisors) if rope.method == "longrope" else ():
-        if len(divisors) != size // 2:
-            return f"has {len(divisors)} factors for {size // 2} frequencies"
-    return None
 
 
 def rope_frequencies(rope: Rope, *, size: int, context_tokens: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tidegate_engine.allocator import freed_at_once
+from tidegate_engine.architecture import DecoderConfig, parameter_shapes
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import Checkpoint, open_checkpoint
 from tidegate_engine.host_blocks import HostBlocks
@@ -36,7 +37,6 @@ from tidegate_engine.sampling import Masks, Sampler
 from tidegate_engine.step_inputs import Inputs, StepInputs
 from tidegate_engine.steptime import StepModel
 from tidegate_engine.transformer import (
-    DecoderConfig,
     build_decoder,
     head_logits,
     hidden_states,
@@ -44,7 +44,6 @@ from tidegate_engine.transformer import (
     kv_token_bytes,
     layer_caches,
     new_kv_pool,
-    parameter_shapes,
 )
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native

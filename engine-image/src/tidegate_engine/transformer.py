@@ -1,6 +1,6 @@
 """One decoder for all families; a family is a row of switches, not a copied file.
 
-Owns the parameters' names and shapes and the forward pass over a ragged batch. Knows no file format (`weights_gguf`,
+Owns the parameters in memory and the forward pass over a ragged batch. Knows no file format (`weights_gguf`,
 `weights_safetensors`), no scheduling and no sampling (`torch_runner`).
 """
 
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidegate_engine.rope import Rope, Turns, rope_frequencies, rope_magnitude
+from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig
+from tidegate_engine.rope import Turns, rope_frequencies, rope_magnitude
 from tidegate_kernels.lora import LowRank, add_low_rank
 from tidegate_kernels.native import Native, laid_out
 from tidegate_kernels.reference import (
@@ -39,65 +40,6 @@ MAX_KV_PADDING = 1.1
 """How much larger the cache may be for groups of equal size."""
 MAX_KV_GROUPS = 16
 """Each has tables of its own to be laid out in every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture: each token's MLP is that of `chosen` of `count`."""
-
-    count: int
-    chosen: int
-    normalised: bool
-    """Whether the shares of the chosen ones sum to one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """What may differ from layer to layer."""
-
-    heads: int
-    kv_heads: int
-    inner: int
-    """Of the MLP, or of each expert's."""
-    window: int | None = None
-    """How many tokens a row sees, itself included; None = all before it."""
-    rope: int | None = 0
-    """Which of the decoder's ropes turns the heads; None = none does."""
-    experts: Experts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """A decoder's dimensions and switches."""
-
-    layers: tuple[LayerConfig, ...]
-    hidden: int
-    head_size: int
-    vocab_size: int
-    context_tokens: int
-    norm_eps: float
-    ropes: tuple[Rope, ...]
-    tied_head: bool
-    rotated: int | None = None
-    """Dimensions of a head that turn, the first ones; None = all."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
-    """Whether attention's and the MLP's results are normalised before they are added."""
-    activation: str = "silu"
-    """A key of ACTIVATIONS."""
-    attention_scale: float | None = None
-    """None = one over the root of the head size."""
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    embedding_scale: float | None = None
-
-    @property
-    def kv_token_values(self) -> int:
-        """Keys and values that a token takes in the caches of all layers."""
-        return 2 * self.head_size * sum(layer.kv_heads for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,49 +133,6 @@ class Decoder:
             fields = [getattr(owner, name) for owner in owners for name in owner.__dataclass_fields__]
             vectors += [field for field in fields if isinstance(field, Tensor)]
         return sum(weight.size_bytes for weight in self.weights) + sum(vector.nbytes for vector in vectors)
-
-
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter that a checkpoint of this configuration has, by name."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding": (config.vocab_size, config.hidden),
-        "norm": (config.hidden,),
-    }
-    if not config.tied_head:
-        shapes["head"] = (config.vocab_size, config.hidden)
-    for index, layer in enumerate(config.layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
-    return shapes
-
-
-def _layer_shapes(config: DecoderConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden, layer.inner
-    query, kv = layer.heads * config.head_size, layer.kv_heads * config.head_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "q": (query, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "attention_output": (hidden, query),
-        "mlp_norm": (hidden,),
-    }
-    if config.qkv_bias:
-        shapes |= {"q_bias": (query,), "k_bias": (kv,), "v_bias": (kv,)}
-    if config.qk_norm:
-        shapes |= {"q_norm": (config.head_size,), "k_norm": (config.head_size,)}
-    if config.output_bias:
-        shapes["attention_output_bias"] = (hidden,)
-    if config.post_norms:
-        shapes |= {"post_attention_norm": (hidden,), "post_mlp_norm": (hidden,)}
-    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    if layer.experts is None:
-        if config.mlp_bias:
-            return shapes | mlp | {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (hidden,)}
-        return shapes | mlp
-    shapes["router"] = (layer.experts.count, hidden)
-    for number in range(layer.experts.count):
-        shapes |= {f"experts.{number}.{name}": shape for name, shape in mlp.items()}
-    return shapes
 
 
 def fused_names(config: DecoderConfig) -> list[tuple[str, ...]]:

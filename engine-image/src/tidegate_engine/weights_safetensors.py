@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tidegate_engine.architecture import DecoderConfig, parameter_shapes
 from tidegate_engine.model_config import Family, decoder_config, family_of, read_settings
 from tidegate_engine.precision import Precision
 from tidegate_engine.quantize import to_precision
@@ -24,7 +25,6 @@ from tidegate_engine.safetensors_file import (
     map_files,
     read_checkpoint,
 )
-from tidegate_engine.transformer import DecoderConfig, parameter_shapes
 from tidegate_engine.weights import Source, and_others
 from tidegate_engine.weights_quantised import QuantisationError, Scheme, parts_of, read_scheme
 from tidegate_kernels.weight import Dense, Weight, slice_rows

@@ -125,6 +125,18 @@ class AutoscalingStatus(Part):
     )
 
 
+class CostStatus(Part):
+    gpu: Word = Field(description="Product that the price is of.")
+    gpus: int = Field(description="GPUs that the pods hold.")
+    dollars_per_hour: float = Field(description="What these cost.")
+    dollars_per_million_output_tokens: float | None = Field(
+        default=None, description="By the tokens that were generated in the window; two significant digits."
+    )
+    price: Literal["Default", "Installation"] = Field(
+        description="Whose price: the operator's table, which only compares GPUs, or the chart's gpuPrices."
+    )
+
+
 class MetricsStatus(Part):
     state: MetricsState = Field(description="Whether measurements are at hand.")
     last_sample_time: Time | None = Field(
@@ -155,6 +167,7 @@ class Status(Part):
     traffic: TrafficStatus | None = Field(default=None, description="The requests that were seen.")
     objectives: ObjectivesStatus | None = Field(default=None, description="What was measured of the latency goals.")
     autoscaling: AutoscalingStatus | None = Field(default=None, description="The number of replicas and its reasons.")
+    cost: CostStatus | None = Field(default=None, description="What the GPUs cost now, where a price is known.")
     metrics: MetricsStatus | None = Field(default=None, description="The state of the measurements.")
     conditions: tuple[Condition, ...] = Field(
         default=(),

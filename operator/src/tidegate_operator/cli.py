@@ -1,7 +1,7 @@
-"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words; `simulate` is the
-simulator's.
+"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words; `plan` is
+`plan_command`'s, `simulate` the simulator's.
 
-Reads an object that kubectl printed; talks to no cluster itself, so it needs no rights and works on a saved file too.
+`explain` reads an object that kubectl printed; no command talks to a cluster itself, so none needs rights.
 """
 
 import argparse
@@ -45,8 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-f", "--filename", default="-", metavar="FILE", help="file with the object; - (the default) is standard input"
     )
     # Its flags are its own module's, which is imported only when it is meant.
+    commands.add_parser("plan", add_help=False, help="say which GPUs, how many and in which precision a model needs")
     commands.add_parser("simulate", add_help=False, help="serve a trace with an LLMDeployment in virtual time")
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "plan":
+        from tidegate_operator import plan_command
+
+        return plan_command.main(rest)
     if options.command == "simulate":
         from tidegate_sim import command
 
@@ -89,6 +94,7 @@ def explain_object(item: Fields) -> list[str]:
         *_headline(name, status),
         *_traffic(status),
         *_objectives(_part(item, "spec"), status),
+        *_cost(_part(status, "cost")),
         *_last_decision(_part(status, "autoscaling")),
         *_effect(_part(status, "autoscaling")),
         *_history(_part(status, "autoscaling")),
@@ -138,6 +144,15 @@ def _objectives(spec: Fields, status: Fields) -> Iterable[str]:
         measured = "not measured" if value is None else f"{value} ms"
         verdict = "" if target is None or value is None else " - met" if value <= target else " - MISSED"
         yield f"  {label} p95: {measured}{'' if target is None else f', goal {target} ms'}{verdict}"
+
+
+def _cost(cost: Fields) -> Iterable[str]:
+    if cost.get("dollarsPerHour") is None:
+        return
+    tokens = cost.get("dollarsPerMillionOutputTokens")
+    million = "" if tokens is None else f", ${tokens:g} a million output tokens"
+    whose = "a default price" if cost.get("price") == "Default" else "the installation's price"
+    yield f"  cost: ${cost['dollarsPerHour']:g} an hour for {cost.get('gpus')} x {cost.get('gpu')}{million} ({whose})"
 
 
 def _last_decision(scaling: Fields) -> Iterable[str]:

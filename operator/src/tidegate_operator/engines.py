@@ -145,6 +145,8 @@ def parse_info(data: Any) -> EngineInfo | None:
             step_model=None if data.get("step_model") is None else StepModel(**data["step_model"]),
             step_model_residual_ratio=None,
             step_model_samples=None,
+            layers=None if data.get("layers") is None else int(data["layers"]),
+            weight_dtype=None if data.get("weight_dtype") is None else str(data["weight_dtype"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -108,6 +108,23 @@ class EngineInfo:
     step_model: StepModel | None
     step_model_residual_ratio: float | None
     step_model_samples: float | None
+    layers: int | None = None
+    weight_dtype: str | None = None
+    """What most of the weights are held in, in the engine's words."""
+    step_model_confidence: float | None = None
+    """How much of `step_model` was measured; the rest is the roofline's (`prior.believe`)."""
+    prior: StepModel | None = None
+    """The roofline's step model: a guess, never a reason to take a replica away. None without a known GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrice:
+    """What an hour of a GPU costs."""
+
+    gpu: str
+    dollars_per_hour: float
+    is_default: bool
+    """Of the table; else the installation says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +151,8 @@ class Observation:
     workload_reason: str = ""
     """The child Deployment's own complaint, `FailedCreate` or `ProgressDeadlineExceeded`; empty when it has none."""
     workload_message: str = ""
+    price: GpuPrice | None = None
+    """Of the GPUs that the engines have; None where they have none, or it is unknown."""
 
     def count(self, *phases: ReplicaPhase) -> int:
         return sum(replica.phase in phases for replica in self.replicas)

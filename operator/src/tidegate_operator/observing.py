@@ -11,6 +11,7 @@ from tidegate_operator.api import Spec
 from tidegate_operator.demand import Measured, PodWindow
 from tidegate_operator.observation import EngineInfo, Observation, Replica, ReplicaPhase
 from tidegate_operator.pods import start_seconds
+from tidegate_operator.prior import believe, prior_of_engine
 
 SCHEDULING_SECONDS = 600.0
 """Beyond the start-up probe's patience: the longest that a node and an image may be waited for."""
@@ -78,12 +79,14 @@ def _with_step_model(info: EngineInfo | None, windows: Iterable[PodWindow]) -> E
         return None
     fits = [demand.step_model_of(window) for window in windows]
     known = [fit for fit in fits if fit[0] is not None]
-    if not known:
-        return info
-    model, residual, samples = max(known, key=lambda fit: fit[2] or 0.0)
+    model, residual, samples = max(known, key=lambda fit: fit[2] or 0.0) if known else (None, None, None)
+    fit, prior = info.step_model or model, prior_of_engine(info)
+    belief = believe(prior, fit, samples=samples, residual_ratio=residual)
     return replace(
         info,
-        step_model=info.step_model or model,
+        step_model=None if fit is None or belief is None else belief.model,
         step_model_residual_ratio=residual,
         step_model_samples=samples,
+        step_model_confidence=None if fit is None or belief is None else belief.confidence,
+        prior=prior,
     )

@@ -57,6 +57,7 @@ from tidegate_operator.observation import (
     Observation,
     ReplicaPhase,
 )
+from tidegate_operator.prior import PRIOR_ERROR
 from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, tune
 from tidegate_operator.zero import ScaleToZero, may_sleep, must_wake, watch
 
@@ -463,6 +464,7 @@ def need_by_reaction(context: Context) -> Context:
         "waiting": demand.waiting / max(1.0, 0.25 * ready * context.tuning.settings.max_num_seqs),
         "slots": demand.running / (FULL_SLOTS * ready * context.tuning.settings.max_num_seqs),
         "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
+        **prior_pressure(context, demand),
     }
     worst, signal = max((value, name) for name, value in pressure.items())
     figures = {
@@ -472,6 +474,22 @@ def need_by_reaction(context: Context) -> Context:
         "replicasToFit": float(replicas_to_fit(context, demand)),
     }
     return _want(context, figures, message=f"capacity is not known yet; {signal} at {worst:.2f} of its limit")
+
+
+def prior_pressure(context: Context, demand: Demand) -> dict[str, float]:
+    """Arrivals over what the ready pods carry by the roofline, as far as it may err on the side of too little.
+
+    One pressure among the measured ones: it can add a replica and keep one, and never takes one away.
+    """
+    engine, ready = context.observation.engine, context.observation.count(ReplicaPhase.READY)
+    if engine is None or engine.prior is None or not context.mix.cells or not ready:
+        return {}
+    scene = scenario(engine.prior, engine, mix=context.mix, targets=targets_of(context.spec))
+    if scene is None:
+        return {}
+    guessed = capacity_of(scene, context.tuning.settings).requests_per_second
+    usable = guessed * (1 + PRIOR_ERROR) * (1 - context.spec.autoscaling.headroom_percent / 100) * ready
+    return {"prior": sum(demand.arrivals_per_second.values()) / usable} if usable > 0 else {}
 
 
 def _want(context: Context, figures: Mapping[str, float], *, message: str) -> Context:
@@ -789,6 +807,9 @@ def _sentence(context: Context) -> str:
 def _inputs(context: Context) -> dict[str, float]:
     capacity = context.capacity
     figures = dict(context.inputs)
+    engine = context.observation.engine
+    if engine is not None and engine.step_model_confidence is not None:
+        figures["modelConfidence"] = engine.step_model_confidence
     if capacity is not None:
         figures["idleTtftSeconds"] = capacity.idle_ttft_seconds
         figures["idleItlSeconds"] = capacity.idle_itl_seconds

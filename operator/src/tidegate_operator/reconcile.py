@@ -20,6 +20,7 @@ from tidegate_operator.cluster import ApiError
 from tidegate_operator.demand import Measured
 from tidegate_operator.events import EventBudget
 from tidegate_operator.fleet import Fleet, Refusal, incarnation
+from tidegate_operator.gpus import Prices, price_of
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.observation import Action, Decision, Observation, Replica
 from tidegate_operator.observing import Workload, can_be_asked, observe
@@ -114,6 +115,7 @@ class Installation:
     prometheus_url: str | None
     gpu_budgets: Mapping[str, int] = field(default_factory=dict)
     """Most GPUs for all objects together, by resource name."""
+    gpu_prices: Prices = field(default_factory=Prices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,9 @@ class Reconciler:
             reason=reason,
             message=message,
         )
-        return observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
+        seen = observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
+        product = None if seen.engine is None else seen.engine.gpu_product
+        return replace(seen, price=price_of(product, self._installation.gpu_prices))
 
     def _granted_gpus(self, target: Target, now: float) -> int | None:
         """The object's share where the installation has a budget for its kind of GPU."""

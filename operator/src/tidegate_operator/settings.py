@@ -1,7 +1,9 @@
 """The operator's own settings: the only reader of the environment. The chart sets these variables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tidegate_operator.gpus import PriceError, Prices, parse_prices
 
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 DEFAULT_RUN_AS_USER = 10001
@@ -36,6 +38,8 @@ class Settings:
     kubeconfig: str | None
     """None inside a cluster: the service account is used."""
     pod_name: str
+    gpu_prices: Prices = field(default_factory=Prices)
+    """US dollars an hour of a GPU, before the table's defaults."""
 
     @property
     def scopes(self) -> tuple[str | None, ...]:
@@ -73,6 +77,10 @@ def read(environment: Mapping[str, str]) -> Settings:
     if user and not user.isdecimal():
         raise SettingsError(f"TIDEGATE_ENGINE_RUN_AS_USER is {user!r}, which is not a user id")
     run_as_user = int(user) if user else None
+    try:
+        prices = parse_prices(item for item in environment.get("TIDEGATE_GPU_PRICES", "").split(",") if item.strip())
+    except PriceError as error:
+        raise SettingsError(f"TIDEGATE_GPU_PRICES: {error}") from error
     watched = environment.get("TIDEGATE_WATCH_NAMESPACES", "").split(",")
     return Settings(
         namespace=required("TIDEGATE_NAMESPACE"),
@@ -89,6 +97,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         log_level=level,
         kubeconfig=kubeconfig or None,
         pod_name=environment.get("HOSTNAME", "").strip() or "tidegate-operator",
+        gpu_prices=prices,
     )
 
 

@@ -128,6 +128,7 @@ def build(
         traffic=_traffic(view),
         objectives=_objectives(view),
         autoscaling=_autoscaling(view, now),
+        cost=_cost(view),
         metrics=_metrics(view),
     )
     return _dump(status) | {"conditions": _conditions(view, now)}
@@ -630,6 +631,25 @@ def _kind(entry: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _decisions(status: Mapping[str, Any]) -> list[StatusDict]:
     return list((status.get("autoscaling") or {}).get("decisions") or ())
+
+
+def _cost(view: View) -> api_status.CostStatus | None:
+    """Of every pod that has a node: also while it starts or drains, its GPUs are nobody else's."""
+    seen, price, engine = view.observation, view.observation.price, view.observation.engine
+    if price is None or engine is None or engine.gpu_count < 1:
+        return None
+    gpus = engine.gpu_count * sum(pod.phase not in WAITING_PHASES for pod in seen.replicas)
+    hourly = gpus * price.dollars_per_hour
+    rate = None if seen.demand is None else seen.demand.generation_tokens_per_second
+    million = hourly / (rate * 3600 / 1e6) if rate and seen.metrics_state is MetricsState.FRESH else None
+    before = (view.previous.get("cost") or {}).get("dollarsPerMillionOutputTokens")
+    return api_status.CostStatus(
+        gpu=price.gpu,
+        gpus=gpus,
+        dollars_per_hour=_significant(hourly, 4),
+        dollars_per_million_output_tokens=_quiet(million, before, LATENCY_TOLERANCE),
+        price="Default" if price.is_default else "Installation",
+    )
 
 
 def _metrics(view: View) -> api_status.MetricsStatus:

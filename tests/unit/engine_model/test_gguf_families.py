@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate_engine.rope import Rope, rope_frequencies
+from tidegate_engine.architecture import Rope
+from tidegate_engine.rope import rope_frequencies
 from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
 from tidegate_engine.weights import ModelError
 from tidegate_engine.weights_gguf import load_gguf

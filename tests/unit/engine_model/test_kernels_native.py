@@ -9,26 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope, parameter_shapes
 from tidegate_engine.blocks import NULL_BLOCK
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.ggml_types import stored_weight
 from tidegate_engine.native_decoder import MAX_ROWS, native_decoder
 from tidegate_engine.precision import Precision, as_stored
 from tidegate_engine.request import Request, SamplingParams, Step, StepItem
-from tidegate_engine.rope import Rope
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
-from tidegate_engine.transformer import (
-    Decoder,
-    DecoderConfig,
-    Experts,
-    LayerConfig,
-    build_decoder,
-    forward,
-    kv_groups,
-    layer_caches,
-    new_kv_pool,
-    parameter_shapes,
-)
+from tidegate_engine.transformer import Decoder, build_decoder, forward, kv_groups, layer_caches, new_kv_pool
 from tidegate_kernels import native
 from tidegate_kernels.quantised import Groups, pack_codes, quantise_groups
 from tidegate_kernels.reference import in_other_tables, ragged_batch

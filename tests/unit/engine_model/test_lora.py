@@ -24,14 +24,7 @@ from tidegate_engine.request import Adapter, Request, SamplingParams
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
-from tidegate_engine.transformer import (
-    Decoder,
-    RowDeltas,
-    build_decoder,
-    forward,
-    layer_caches,
-    new_kv_pool,
-)
+from tidegate_engine.transformer import Decoder, RowDeltas, build_decoder, forward, layer_caches, new_kv_pool
 from tidegate_engine.weights import ModelError
 from tidegate_engine.weights_gguf import load_gguf
 from tidegate_engine.weights_safetensors import load_safetensors

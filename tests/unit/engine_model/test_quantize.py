@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from tidegate_engine.architecture import parameter_shapes
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.precision import Precision, matrix_bytes, parse_precision, weight_bytes
@@ -15,7 +16,6 @@ from tidegate_engine.request import Request, SamplingParams
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
-from tidegate_engine.transformer import parameter_shapes
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native
 from tidegate_kernels.quantised import quantise_int8

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate_engine.transformer import build_decoder, parameter_shapes
+from tidegate_engine.architecture import parameter_shapes
+from tidegate_engine.transformer import build_decoder
 from tidegate_engine.weights import ModelError, find_model_file
 from tidegate_engine.weights_gguf import load_gguf
 from tidegate_kernels.weight import Dense

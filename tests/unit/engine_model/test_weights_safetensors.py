@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tidegate_engine.transformer import Decoder, build_decoder, forward, layer_caches, new_kv_pool, parameter_shapes
+from tidegate_engine.architecture import parameter_shapes
+from tidegate_engine.transformer import Decoder, build_decoder, forward, layer_caches, new_kv_pool
 from tidegate_engine.weights import ModelError, find_model_file
 from tidegate_engine.weights_safetensors import load_safetensors
 from tidegate_kernels.reference import ragged_batch

@@ -13,22 +13,15 @@ import pytest
 import torch
 
 from tidegate_engine import torch_runner
+from tidegate_engine.architecture import DecoderConfig, LayerConfig, Rope
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.request import PoolingKind, Request, SamplingParams, Window
-from tidegate_engine.rope import Rope
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
-from tidegate_engine.transformer import (
-    DecoderConfig,
-    LayerConfig,
-    kv_groups,
-    kv_token_bytes,
-    layer_caches,
-    new_kv_pool,
-)
+from tidegate_engine.transformer import kv_groups, kv_token_bytes, layer_caches, new_kv_pool
 
 SaveFamily = Callable[[str], tuple[Path, Any]]
 BLOCK = 4
