@@ -167,7 +167,6 @@ async def start_engine(fast_profile: Profile, loops: dict[Process, Engine]) -> A
             admin_port=0,
             served_names=("fast", "also-fast"),
             settings=SettingsFile(1, settings, Envelope(), DEFAULT_PATTERNS),
-            prefix_caching=True,
             shutdown_timeout_seconds=5.0,
             endpoint_removal_seconds=0.0,
             stall_seconds=60.0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tidegate_engine.blocks import BlockPool
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.engine import Engine
 from tidegate_engine.live_policy import LivePolicy, SchedulingPolicy, change_policy, policy_bounds
-from tidegate_engine.request import Request, Window
+from tidegate_engine.request import Request, SampledToken, Window
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.serve import Process
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings, Violation
@@ -22,7 +23,7 @@ from tidegate_engine.steptime import Profile
 
 StartEngine = Callable[..., Awaitable[Process]]
 Loops = Mapping[Process, Engine]
-BOUNDS = policy_bounds(max_model_len=512)
+BOUNDS = policy_bounds(max_model_len=512, max_num_batched_tokens=1024)
 POLICY = "/admin/v1/policy"
 
 
@@ -49,6 +50,13 @@ def test_a_change_names_some_values_and_keeps_the_others() -> None:
         ({"stream_interval": 1.5}, "stream_interval", (1, 1024)),
         ({"kv_admission_limit": 1.01}, "kv_admission_limit", (0.05, 1.0)),
         ({"queue_timeout_s": float("nan")}, "queue_timeout_s", (0.001, 86_400.0)),
+        ({"max_prefill_tokens_per_step": 1025}, "max_prefill_tokens_per_step", (1, 1024)),
+        ({"max_prefill_tokens_per_step": 0}, "max_prefill_tokens_per_step", (1, 1024)),
+        ({"watermark": 0.51}, "watermark", (0.0, 0.5)),
+        ({"watermark": None}, "watermark", (0.0, 0.5)),
+        ({"reserve_ratio": -0.1}, "reserve_ratio", (0.0, 1.0)),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching", None),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching", None),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_by_name(
@@ -94,6 +102,100 @@ def test_admission_leaves_the_share_of_blocks_that_it_may_not_fill_and_a_lone_re
         return scheduler.running
 
     assert [admitted(limit) for limit in (0.05, 0.5, 1.0)] == [1, 2, 4], "of twenty blocks, four each"
+
+
+def test_the_watermark_leaves_blocks_free_that_raising_it_takes_from_nobody() -> None:
+    scheduler = new_scheduler(AdmissionPolicy(watermark=0.0, reserve_ratio=0.0), budget=512, chunk=512)
+    for name in "abcd":
+        scheduler.add(Request(name, 64, 60, 0.0))
+    run_step(scheduler)
+    assert scheduler.running == 4, "sixteen of twenty blocks; the others are for growth"
+    scheduler.add(Request("e", 16, 60, 1.0))
+    scheduler.admit_by(AdmissionPolicy(watermark=0.5, reserve_ratio=0.0))
+    for _ in range(3):
+        run_step(scheduler)
+    assert (scheduler.running, scheduler.waiting) == (4, 1), "who runs goes on"
+    for name in "bcd":
+        scheduler.abort(name)
+    run_step(scheduler)
+    assert scheduler.running == 2, "six blocks of twenty are used"
+    scheduler.add(Request("f", 80, 2, 2.0))
+    run_step(scheduler)
+    assert (scheduler.running, scheduler.waiting) == (2, 1), "its five blocks would leave less than half"
+    scheduler.admit_by(AdmissionPolicy(watermark=0.1, reserve_ratio=0.0))
+    run_step(scheduler)
+    assert scheduler.running == 3, "a lower one acts at the next step"
+
+
+def test_the_share_of_the_output_to_come_that_admission_keeps_room_for_can_be_said() -> None:
+    def admitted(ratio: float | None) -> int:
+        scheduler = new_scheduler(AdmissionPolicy(reserve_ratio=ratio), budget=512, chunk=512)
+        for name in "abcdefgh":
+            scheduler.add(Request(name, 16, 64, 0.0))
+        run_step(scheduler)
+        return scheduler.running
+
+    assert [admitted(ratio) for ratio in (0.0, 0.4, 1.0)] == [8, 5, 3], "one of twenty blocks each, and four to come"
+    assert admitted(None) == admitted(0.4), "where nothing is known yet"
+
+
+def test_a_reserve_that_is_said_does_not_adapt_itself_and_one_that_is_not_goes_on_where_it_was() -> None:
+    scheduler = new_scheduler(AdmissionPolicy(reserve_ratio=0.7))
+    scheduler.add(Request("a", 16, 200, 0.0))
+    for _ in range(100):
+        run_step(scheduler)
+    assert scheduler.reserve_ratio == scheduler.limits["reserve_ratio"] == 0.7
+    scheduler.admit_by(AdmissionPolicy())
+    assert scheduler.reserve_ratio == pytest.approx(0.3)
+
+
+def test_prompts_take_no_more_of_a_step_than_they_may_and_decodes_are_not_counted() -> None:
+    scheduler = new_scheduler(AdmissionPolicy(max_prefill_tokens_per_step=24), budget=64, chunk=64)
+    for name in "abc":
+        scheduler.add(Request(name, 40, 9, 0.0))
+    seen = []
+    while scheduler.running or scheduler.waiting:
+        step = scheduler.plan(0.0)
+        prompt_tokens = sum(item.count for item in step.items if item.start + item.count <= 40)
+        seen.append((prompt_tokens, len(step.items)))
+        scheduler.commit(step, None, 0.0)
+    assert max(prompt_tokens for prompt_tokens, _ in seen) == 24
+    assert any(prompt_tokens and items > 1 for prompt_tokens, items in seen), "decodes go on beside them"
+    scheduler.admit_by(AdmissionPolicy())
+    scheduler.add(Request("d", 80, 1, 0.0))
+    assert scheduler.plan(0.0).items[0].count == 64, "without a limit the whole budget"
+
+
+def test_prefix_caching_can_be_switched_and_a_request_keeps_the_blocks_that_it_shares() -> None:
+    scheduler = Scheduler(BatchSettings(16, 512, 512), BlockPool(41, 16), max_model_len=512)
+    prompt = list(range(1, 81))
+
+    def add(name: str, tokens: int = 40) -> Request:
+        request = Request(name, 80, tokens, 0.0, prompt_ids=prompt)
+        scheduler.add(request)
+        run_step_with_token(scheduler)
+        return request
+
+    first, second = add("first"), add("second")
+    assert (second.num_cached, second.blocks[:4]) == (64, first.blocks[:4])
+    scheduler.admit_by(AdmissionPolicy(enable_prefix_caching=False))
+    third = add("third")
+    assert (third.num_cached, scheduler.blocks.cached) == (0, 0)
+    assert second.blocks[:4] == first.blocks[:4]
+    for name in ("first", "second"):
+        scheduler.abort(name)
+    assert scheduler.blocks.cached == 0, "what ends is kept for nobody"
+    scheduler.admit_by(AdmissionPolicy())
+    assert add("fourth").num_cached == 0, "what was written meanwhile is not known"
+    for _ in range(40):
+        run_step_with_token(scheduler)
+    assert add("fifth").num_cached == 64
+
+
+def run_step_with_token(scheduler: Scheduler) -> None:
+    step = scheduler.plan(0.0)
+    scheduler.commit(step, {item.request.id: SampledToken(7) for item in step.items}, 0.0)
+    scheduler.check_integrity()
 
 
 def test_only_those_that_never_began_are_overdue() -> None:
@@ -201,6 +303,48 @@ async def test_a_stream_may_come_in_larger_chunks_with_the_same_text(
     grouped = await chunks()
     assert "".join(grouped) == "".join(alone)
     assert len(grouped) <= 5, "the first token, then at least five at a time"
+
+
+async def test_limits_reach_the_loop_between_two_steps_and_the_metrics_show_them(
+    engine: Process, admin: httpx.AsyncClient, api: httpx.AsyncClient, loops: Loops
+) -> None:
+    async def limits() -> dict[tuple[str, str], float]:
+        page = (await admin.get("/metrics")).text
+        found = re.findall(r'batching_limit\{kind="(\w+)",name="(\w+)"\} (\S+)', page)
+        return {(name, kind): float(value) for kind, name, value in found}
+
+    before = await limits()
+    assert ("max_prefill_tokens_per_step", "spec") not in before, "no limit, no series"
+    assert ("reserve_ratio", "spec") not in before and before["reserve_ratio", "effective"] == pytest.approx(0.4)
+    body = {
+        "max_prefill_tokens_per_step": 100, "watermark": 0.05, "reserve_ratio": 0.8, "enable_prefix_caching": False,
+        "max_num_queued_reqs": 7, "kv_admission_limit": 0.9,
+    }  # fmt: skip
+    changed = await admin.patch(POLICY, json=body)
+    assert changed.status_code == 200 and body.items() <= changed.json()["effective"].items()
+    scheduler = loops[engine].scheduler
+    assert {**scheduler.limits, **body} == {**body, **scheduler.limits}, "the loop goes by them"
+    shown = await limits()
+    for name, value in body.items():
+        assert shown[name, "spec"] == shown[name, "effective"] == float(value), name
+    capacity = {"max_prefill_tokens_per_step": 16384, "watermark": 0.5, "enable_prefix_caching": 1, "max_num_seqs": 256}
+    assert {name: shown[name, "capacity"] for name in capacity} == capacity
+    prompt = {"model": "fast", "prompt": [5] * 100, "max_tokens": 2}
+    for _ in range(2):
+        await api.post("/v1/completions", json=prompt)
+    assert "tidegate_engine_cached_prompt_tokens_total 0.0" in (await admin.get("/metrics")).text
+    await admin.patch(POLICY, json={"enable_prefix_caching": True})
+    for _ in range(2):
+        await api.post("/v1/completions", json=prompt)
+    assert "tidegate_engine_cached_prompt_tokens_total 96.0" in (await admin.get("/metrics")).text
+
+
+async def test_the_policy_of_a_replica_that_leaves_is_not_changed(admin: httpx.AsyncClient) -> None:
+    await admin.post("/admin/v1/drain", json={"timeout_seconds": 60})
+    refused = await admin.patch(POLICY, json={"max_n": 2})
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "draining"
+    await admin.delete("/admin/v1/drain")
+    assert (await admin.patch(POLICY, json={"max_n": 2})).status_code == 200
 
 
 async def test_a_queue_of_tokens_has_a_limit_and_those_who_wait_too_long_are_told(

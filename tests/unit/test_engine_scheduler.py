@@ -15,8 +15,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidegate_engine.blocks import NULL_BLOCK, BlockPool
+from tidegate_engine.blocks import NULL_BLOCK, BlockPool, blocks_that_hold, windows_of
 from tidegate_engine.host_pool import HostPool
+from tidegate_engine.live_policy import LivePolicy, change_policy, policy_bounds
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.request import (
     Decodes,
@@ -31,11 +32,12 @@ from tidegate_engine.request import (
     Window,
 )
 from tidegate_engine.scheduler import AGEING_SECONDS, MAX_BYPASSES, RESERVE_RATIO_START, RequestRefused, Scheduler
-from tidegate_engine.settings import DEFAULT_SETTINGS, BatchSettings
+from tidegate_engine.settings import DEFAULT_SETTINGS, BatchSettings, Violation
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 BLOCK = 4
 EOS = 0
+POLICY_BOUNDS = policy_bounds(max_model_len=1000, max_num_batched_tokens=64)
 WIDE = BatchSettings(max_num_seqs=64, max_num_batched_tokens=4096, long_prefill_token_threshold=4096)
 
 
@@ -993,8 +995,13 @@ def test_a_final_token_ends_the_answer_before_its_minimum_length() -> None:
 # --- anything, in any order
 
 
+LONGEST_PROMPT = 23
+"""Tokens of the machine's requests."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, aborts, settings and flushes between plan and commit, on a pool that is too small for all."""
+    """Random requests, aborts, settings, policies, pauses and flushes between plan and commit, and other pools between
+    two steps, which are too small for all."""
 
     @initialize(
         blocks=st.integers(12, 40),
@@ -1023,10 +1030,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.ends: dict[str, FinishReason] = {}
         self.step: Step | None = None
+        self.policy = replace(LivePolicy(), enable_prefix_caching=prefix_caching)
+        self.is_held = False
 
     @rule(
         head=st.sampled_from([(1, 2, 3, 4, 5), (1,), (5, 5, 5, 5, 5, 5, 5, 5, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9)]),
-        tail=st.lists(st.integers(1, 3), max_size=14),
+        tail=st.lists(st.integers(1, 3), max_size=LONGEST_PROMPT - 9),
         max_tokens=st.integers(1, 30),
         priority=st.integers(0, 1),
         age=st.sampled_from([0.0, 0.0, 0.0, 2 * AGEING_SECONDS]),
@@ -1079,6 +1088,63 @@ class SchedulerMachine(RuleBasedStateMachine):
     def apply(self, seqs: int, extra: int, threshold: int) -> None:
         self.scheduler.apply(BatchSettings(seqs, seqs + extra, threshold))
 
+    @rule(
+        data=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_num_partial_prefills": st.none() | st.integers(1, 3),
+                "max_prefill_tokens_per_step": st.none() | st.integers(0, 20),
+                "kv_admission_limit": st.floats(0.0, 1.0),
+                "watermark": st.floats(0.0, 0.6),
+                "reserve_ratio": st.none() | st.floats(-0.1, 1.0),
+                "enable_prefix_caching": st.booleans(),
+                "max_num_queued_reqs": st.none() | st.integers(0, 9),
+            },
+        )
+    )
+    def patch(self, data: dict[str, object]) -> None:
+        """As a PATCH does; what is out of bounds changes nothing."""
+        policy = change_policy(self.policy, data, bounds=POLICY_BOUNDS)
+        if not isinstance(policy, Violation):
+            self.policy = policy
+            self.scheduler.admit_by(policy.admission)
+        assert self.scheduler.blocks.prefix_caching == self.policy.enable_prefix_caching
+        acting = self.scheduler.limits
+        assert acting == {**acting, **{name: self.policy.limits[name] for name in acting.keys() & self.policy.limits}}
+
+    @rule()
+    def pause(self) -> None:
+        self.scheduler.hold(True)
+        self.is_held = True
+
+    @rule()
+    def resume(self) -> None:
+        self.scheduler.hold(False)
+        self.is_held = False
+
+    @precondition(lambda self: self.step is None)
+    @rule(share=st.floats(0.0, 1.0), waits=st.booleans())
+    def resize(self, share: float, waits: bool) -> None:
+        """To anything between what the largest request needs and more than there was at the start."""
+        if waits:
+            self.pause()
+            while self.scheduler.running:
+                self.plan()
+                self.commit()
+        was_running = self.scheduler.running
+        assert self.scheduler.preempt_all() == was_running
+        groups = len(self.runner.windows)
+        longest = max((r.prompt_tokens + r.max_tokens for r in self.scheduler.live_requests()), default=0)
+        least = blocks_that_hold(max(longest - 1, LONGEST_PROMPT), BLOCK, windows_of(self.runner.windows))
+        epoch = self.scheduler.blocks.epoch
+        total = 1 + least + round(share * 50 * groups)
+        self.scheduler.resize(total)
+        self.runner.slots.clear()  # it is other memory
+        assert (self.scheduler.blocks.usable, self.scheduler.blocks.free) == (total - 1, total - 1)
+        assert self.scheduler.blocks.epoch > epoch, "no prefix of the old pool is found in the new one"
+        if waits:
+            self.resume()
+
     @rule()
     def flush(self) -> None:
         self.scheduler.flush_cache()
@@ -1093,6 +1159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         settings, before = self.scheduler.settings, self.scheduler.running
         live = self.scheduler.live_requests()
+        waiting = {request.id for request in live if request.state is RequestState.WAITING}
         oldest = min(live, key=lambda r: (r.arrival + AGEING_SECONDS * r.priority, r.sequence), default=None)
         is_running = oldest is not None and oldest.state is RequestState.RUNNING
         step = self.scheduler.plan(0.0)
@@ -1107,7 +1174,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert sum(item.count for item in step.items) <= max(settings.max_num_batched_tokens, decodes)
         assert all(count <= settings.long_prefill_token_threshold for count in plain)
-        assert self.scheduler.running <= max(settings.max_num_seqs, before)
+        assert self.scheduler.running <= (before if self.is_held else max(settings.max_num_seqs, before))
+        most = self.policy.max_prefill_tokens_per_step
+        prefilled = sum(
+            count
+            for count, item in zip(plain, step.items, strict=True)
+            if count > 1 or (item.start < item.request.prompt_tokens - 1)
+        )
+        assert most is None or prefilled <= most
+        if not self.policy.enable_prefix_caching:
+            assert self.scheduler.blocks.cached == 0 and all(
+                item.start == 0 for item in step.items if item.request.id in waiting
+            )
         assert bool(step.items) == self.scheduler.has_work, "work that waits for nothing must go on"
         assert len({item.request.id for item in step.items}) == len(step.items)
         self.step = step if step.items else None
@@ -1157,6 +1235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self.resume()
         for _ in range(3000):
             if self.step is not None:
                 self.commit()

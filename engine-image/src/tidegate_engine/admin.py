@@ -24,6 +24,7 @@ from tidegate_engine.drain import PAUSE_MODES, Drain, DrainPhase
 from tidegate_engine.engine_client import EngineClient, EngineGone
 from tidegate_engine.metrics import CONTENT_TYPE, Counts
 from tidegate_engine.policy_control import PolicyControl
+from tidegate_engine.resize import ResizeControl, ResizePhase
 from tidegate_engine.server import JsonResponse, metrics_page
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings, Envelope, Violation
 from tidegate_engine.weights import ModelError
@@ -179,6 +180,7 @@ class Loaded:
     render_metrics: Callable[[], Awaitable[bytes]]
     batching: LiveBatching
     policy: PolicyControl
+    resize: ResizeControl
     drain: Drain
     adapters: ServedAdapters
     runner: str
@@ -216,6 +218,8 @@ def probe_ready(state: AdminState) -> tuple[bool, str]:
         return False, f"draining: {loaded.drain.phase}"
     if loaded.drain.is_paused:
         return False, "paused"
+    if loaded.resize.phase is not ResizePhase.IDLE:
+        return False, f"the KV cache is resized: {loaded.resize.phase}"
     health = loaded.engine.health()
     if not health.alive:
         return False, health.failure or "the engine loop has ended"
@@ -286,6 +290,7 @@ def create_admin(state: AdminState, keys: AdminKeys | None) -> ASGIApp:
     app.add_exception_handler(ModelError, _on_refused_adapter)
     _add_probes(app, state)
     _add_batching(app, state)
+    _add_resize(app, state)
     _add_drain(app, state)
     _add_orders(app, state)
     _add_adapters(app, state)
@@ -332,8 +337,27 @@ def _add_batching(app: FastAPI, state: AdminState) -> None:
     @app.patch("/admin/v1/policy")
     async def patch_policy(request: Request) -> Response:
         loaded = _loaded(state)
+        if loaded.drain.phase is not DrainPhase.SERVING:
+            return _error(409, "draining", "the policy of a draining replica is not changed")
         data = await _json(request)
         return await loaded.policy.patch(data, if_match=request.headers.get("if-match"), dry_run=_is_dry(request))
+
+
+def _add_resize(app: FastAPI, state: AdminState) -> None:
+    @app.post("/admin/v1/resize")
+    async def resize(request: Request) -> Response:
+        loaded = _loaded(state)
+        data = await _json(request)
+        request.scope[AUDIT_NOTE] = f"of {loaded.engine.info.kv_blocks} KV blocks: {data!r:.200}"
+        return await loaded.resize.begin(data, dry_run=_is_dry(request))
+
+    @app.get("/admin/v1/resize")
+    async def get_resize() -> Response:
+        return JsonResponse(await _loaded(state).resize.describe())
+
+    @app.delete("/admin/v1/resize")
+    async def cancel_resize() -> Response:
+        return await _loaded(state).resize.cancel()
 
 
 def _is_dry(request: Request) -> bool:

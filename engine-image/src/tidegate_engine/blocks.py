@@ -11,7 +11,7 @@ the null block stands for what no token to come sees, and for what a window's gr
 import hashlib
 import sys
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -50,6 +50,12 @@ def tokens_that_fit(blocks: int, block_tokens: int, windows: Sequence[Window | N
     return (bisect_right(range(blocks + 1), blocks, key=needed) - 1) * block_tokens
 
 
+def blocks_that_hold(tokens: int, block_tokens: int, windows: Sequence[Window | None]) -> int:
+    """The fewest blocks with which `tokens_that_fit` is `tokens` or more."""
+    most = -(-tokens // block_tokens) * len(windows)
+    return bisect_left(range(most), tokens, key=lambda blocks: tokens_that_fit(blocks, block_tokens, windows))
+
+
 class BlockPool:
     """Blocks 1 … total_blocks − 1, each free, cached (unused, but a prefix hit may revive it) or used.
 
@@ -73,14 +79,18 @@ class BlockPool:
         self.groups = len(windows)
         self._windows = windows_of(windows)
         self._has_windows = any(self._windows)
-        self.prefix_caching = prefix_caching
+        self._prefix_caching = prefix_caching
         self.host = host
-        self.usable = total_blocks - 1
         self.epoch = 0
-        self.touched = 0
-        """The most blocks that ever were written: blocks that were used before are handed out before others."""
         self.releases = 0
         """Grows with every block that becomes available: whoever waits for room need not look while it stands."""
+        self._begin(total_blocks)
+
+    def _begin(self, total_blocks: int) -> None:
+        """Own so many blocks, all of them free."""
+        self.usable = total_blocks - 1
+        self.touched = 0
+        """The most blocks that ever were written: blocks that were used before are handed out before others."""
         self._references = [0] * total_blocks
         self._hashes: list[bytes | None] = [None] * total_blocks
         self._contents: list[bytes | None] = [None] * total_blocks
@@ -88,6 +98,27 @@ class BlockPool:
         self._free = list(range(total_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._fenced: dict[int, int] = {}  # block -> step after whose commit it is available
+
+    @property
+    def prefix_caching(self) -> bool:
+        return self._prefix_caching
+
+    @prefix_caching.setter
+    def prefix_caching(self, is_on: bool) -> None:
+        """Forgets all prefixes when it changes: what was written without hashes has none to go on from."""
+        if is_on != self._prefix_caching:
+            self._prefix_caching = is_on
+            self.flush()
+
+    def resize(self, total_blocks: int) -> None:
+        """Own so many blocks instead, empty ones; raises ValueError while one is used."""
+        if self.used:
+            raise ValueError(f"{self.used} blocks are used; all must be free before the pool is resized")
+        if total_blocks < 2:
+            raise ValueError(f"a pool needs two blocks or more, not {total_blocks}")
+        self.flush()
+        self._begin(total_blocks)
+        self.releases += 1
 
     @property
     def free(self) -> int:
@@ -112,9 +143,10 @@ class BlockPool:
         """Whether every layer sees all of the request's tokens."""
         return request.window is None and not self._has_windows
 
-    def tokens_that_fit(self, request: Request) -> int:
-        """Most tokens that the request can have when it is alone."""
-        return tokens_that_fit(self.usable, self.block_tokens, self._windows_of(request))
+    def tokens_that_fit(self, request: Request, *, total_blocks: int | None = None) -> int:
+        """Most tokens that the request can have when it is alone, in this pool or in one of `total_blocks`."""
+        usable = self.usable if total_blocks is None else total_blocks - 1
+        return tokens_that_fit(usable, self.block_tokens, self._windows_of(request))
 
     def growth(self, request: Request, tokens: float) -> float:
         """Tokens, counted in each group of layers, for which so many more tokens of the request take blocks."""
@@ -129,7 +161,7 @@ class BlockPool:
 
         An entry is a block, the hash under which the host pool has it, or the null block where no layer looks.
         """
-        if not self.prefix_caching or not request.may_share:
+        if not self._prefix_caching or not request.may_share:
             return []
         self._join_epoch(request)
         windows, groups = self._windows_of(request), self.groups
@@ -317,7 +349,7 @@ class BlockPool:
     def publish(self, request: Request) -> None:
         """Offer the request's full blocks up to `num_computed` to others; call it after the commit that wrote them."""
         full_blocks = request.num_computed // self.block_tokens
-        if self.prefix_caching and request.hash_epoch == self.epoch:
+        if self._prefix_caching and request.hash_epoch == self.epoch:
             for index in range(request.num_published, full_blocks):
                 digest, content = self._identify(request, index)
                 if digest is None:

@@ -40,7 +40,9 @@ from tidegate_engine.request import Window
 from tidegate_engine.settings import (
     DEFAULT_PATTERNS,
     DEFAULT_SETTINGS,
+    DEFAULT_WATERMARK,
     SETTING_NAMES,
+    AdmissionPolicy,
     Envelope,
     SettingsFile,
     Violation,
@@ -121,7 +123,6 @@ def _serve(args: argparse.Namespace) -> int:
         admin_port=args.admin_port,
         served_names=tuple(names),
         settings=settings,
-        prefix_caching=args.enable_prefix_caching,
         shutdown_timeout_seconds=args.shutdown_timeout,
         endpoint_removal_seconds=args.endpoint_removal_seconds,
         stall_seconds=args.liveness_stall_seconds,
@@ -318,11 +319,15 @@ def _read_policy(args: argparse.Namespace, settings: SettingsFile) -> "LivePolic
 
     names = {
         "context_policy", "scheduling_policy", "max_num_queued_tokens", "queue_timeout_s", "default_max_tokens",
-        "max_num_partial_prefills", "kv_admission_limit", "stream_interval",
+        "max_num_partial_prefills", "max_prefill_tokens_per_step", "kv_admission_limit", "watermark", "reserve_ratio",
+        "enable_prefix_caching", "stream_interval",
     }  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     given["max_num_queued_reqs"] = args.max_num_queued_reqs or QUEUED_PER_SEQUENCE * settings.envelope.max_num_seqs[1]
-    policy = change_policy(LivePolicy(), given, bounds=policy_bounds(max_model_len=sys.maxsize))
+    bounds = policy_bounds(
+        max_model_len=sys.maxsize, max_num_batched_tokens=settings.envelope.max_num_batched_tokens[1]
+    )
+    policy = change_policy(LivePolicy(), given, bounds=bounds)
     if isinstance(policy, Violation):
         raise ConfigError("FlagsInvalid", f"--{policy.field.replace('_', '-')}: {policy.reason}")
     return policy
@@ -485,7 +490,7 @@ def _bench(args: argparse.Namespace) -> int:
         engine = build_engine(
             runner,
             _read_settings(args),
-            prefix_caching=args.enable_prefix_caching,
+            admission=AdmissionPolicy(enable_prefix_caching=args.enable_prefix_caching),
             speculation=_read_speculation(args),
             on_idle=on_idle,
         )
@@ -815,6 +820,18 @@ def _add_queue_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-partial-prefills", type=_positive, metavar="N",
         help="prompts that may be computed in parts at a time; default: as the batch settings allow",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-prefill-tokens-per-step", "--max-prefill-tokens", type=_positive, metavar="N",
+        help="tokens of all prompts together in a step; default: what --max-num-batched-tokens leaves",
+    )  # fmt: skip
+    group.add_argument(
+        "--watermark", type=float, metavar="SHARE",
+        help=f"share of the KV cache that new requests leave free, beside running ones; default {DEFAULT_WATERMARK}",
+    )  # fmt: skip
+    group.add_argument(
+        "--reserve-ratio", type=float, metavar="SHARE",
+        help="share of the output that is likely to come for which new requests leave room; default: it adapts itself",
     )  # fmt: skip
     group.add_argument(
         "--kv-admission-limit", type=float, metavar="SHARE",

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
-from tidegate_engine.blocks import BlockPool
+from tidegate_engine.blocks import BlockPool, blocks_that_hold, windows_of
 from tidegate_engine.host_pool import HostPool
 from tidegate_engine.metrics import (
     Counts,
@@ -266,6 +266,45 @@ class Engine:
 
         await self.call(switch)
 
+    async def hold(self, is_held: bool) -> None:
+        """Start no waiting request, while running ones go on; or start them again."""
+        await self.call(lambda: self.scheduler.hold(is_held))
+
+    def kv_block_bounds(self) -> tuple[int, int]:
+        """The fewest KV blocks that `resize` takes, with which a request may fill the context, and the most.
+
+        A cache that was smaller at the start may stay so.
+        """
+        info = self.runner.info
+        groups = len(info.kv_windows)
+        needed = blocks_that_hold(info.max_model_len, info.block_tokens, windows_of(info.kv_windows))
+        least = -(-(needed + 1) // groups)  # one of them is the null block
+        return min(least, info.kv_blocks), self.runner.most_kv_blocks(written=self.scheduler.blocks.touched)
+
+    async def resize(self, kv_blocks: int) -> ModelInfo:
+        """Have a KV cache of so many blocks, an empty one, from the next step on; what runs is computed again.
+
+        Raises ModelError; then the old size is back, empty, and requests go on as after any other resize.
+        """
+
+        def swap() -> ModelInfo:
+            low, high = self.kv_block_bounds()
+            if not low <= kv_blocks <= high:
+                message = f"the KV cache can have {low} to {high} blocks, and {kv_blocks} are asked for"
+                raise ModelError("KvBlocksImpossible", message)
+            if self._is_frozen:
+                raise ModelError("KvCacheKept", "the engine is paused and keeps what its requests have computed")
+            self.scheduler.preempt_all()
+            try:
+                self.runner.resize(kv_blocks)
+            finally:
+                self.scheduler.resize(self.runner.info.group_blocks)
+                self._last_step_end = None
+                self._progress_at = self._clock()
+            return self.runner.info
+
+        return await self.call(swap)
+
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""
 
@@ -313,6 +352,7 @@ class Engine:
             host=None if pool.host is None else _host_use(pool.host, info),
             lora=None if runner.adapters is None else _lora_use(runner.adapters, scheduler.live_requests()),
             kv_waste_ratio=scheduler.kv_waste_ratio,
+            policy_limits={"effective": scheduler.limits},
         )
         return Report(self.metrics.counts, snapshot)
 
@@ -591,7 +631,6 @@ def build_engine(
     runner: Runner,
     file: SettingsFile,
     *,
-    prefix_caching: bool,
     speculation: NgramSpeculation | None = None,
     pooled: PooledLimits | None = None,
     admission: AdmissionPolicy | None = None,
@@ -599,10 +638,8 @@ def build_engine(
 ) -> Engine:
     """An engine for a loaded model. `on_idle` is called when the loop has nothing to do."""
     info = runner.info
-    host = HostPool(info.host_blocks) if info.host_blocks and prefix_caching else None
-    pool = BlockPool(
-        info.group_blocks, info.block_tokens, prefix_caching=prefix_caching, host=host, windows=info.kv_windows
-    )
+    host = HostPool(info.host_blocks) if info.host_blocks else None
+    pool = BlockPool(info.group_blocks, info.block_tokens, host=host, windows=info.kv_windows)
     scheduler = Scheduler(file.settings, pool, max_model_len=info.max_model_len, speculation=speculation)
     scheduler.admit_by(admission or AdmissionPolicy())
     return Engine(runner, scheduler, metrics=EngineMetrics(file.patterns), pooled=pooled, on_idle=on_idle)

@@ -173,6 +173,19 @@ class EngineClient:
         """Compute no further step and keep all requests as they are, or go on with them."""
         await self._ask("freeze", is_frozen)
 
+    async def hold(self, is_held: bool) -> None:
+        """Start no waiting request, while running ones go on; or start them again."""
+        await self._ask("hold", is_held)
+
+    async def kv_block_bounds(self) -> tuple[int, int]:
+        """The fewest and the most KV blocks that `resize` takes."""
+        low, high = await self._ask("kv_block_bounds")
+        return int(low), int(high)
+
+    async def resize(self, kv_blocks: int) -> None:
+        """Have a KV cache of so many blocks, an empty one; raises ModelError. `info` tells what there is afterwards."""
+        self.info = wire.INFO.validate_python(await self._ask("resize", kv_blocks))
+
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks held one."""
         return int(await self._ask("flush"))

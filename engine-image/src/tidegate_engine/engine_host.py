@@ -174,6 +174,13 @@ class _Host:
             case "freeze":
                 await engine.freeze(bool(argument))
                 return None
+            case "hold":
+                await engine.hold(bool(argument))
+                return None
+            case "kv_block_bounds":
+                return engine.kv_block_bounds()
+            case "resize":
+                return wire.plain(wire.INFO, await engine.resize(int(argument)))
             case "flush":
                 return await engine.flush_cache()
             case "load_adapter":

@@ -24,7 +24,7 @@ IGNORED: dict[str, tuple[str, str]] = {
     "--disable-log-requests": ("0", "requests are never logged"),
     "--disable-log-stats": ("0", "numbers are in /metrics only"),
     "--load-format": ("1", "the format is recognised from the files"),
-    "--schedule-conservativeness": ("1", "the reservation for outputs adapts itself"),
+    "--schedule-conservativeness": ("1", "the reservation for outputs adapts itself, or is --reserve-ratio"),
     "--waiting-served-ratio": ("1", "prompts and answers share each step"),
     "--max-waiting-tokens": ("1", "prompts and answers share each step"),
 }

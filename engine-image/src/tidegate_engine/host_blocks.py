@@ -17,25 +17,26 @@ class HostBlocks:
     pinned beside a GPU."""
 
     def __init__(self, pool: Sequence[Tensor], slots: int) -> None:
-        # As bytes: not every type can be indexed on every device.
-        parts = [part.view(torch.uint8).flatten(0, 1) for part in pool]
-        self._pairs = [
-            (
-                part,
-                torch.empty((len(part), slots, *part.shape[2:]), dtype=torch.uint8, pin_memory=part.is_cuda),
-            )
-            for part in parts
+        self.bind(pool)
+        self._host = [
+            torch.empty((len(part), slots, *part.shape[2:]), dtype=torch.uint8, pin_memory=part.is_cuda)
+            for part in self._parts
         ]
+
+    def bind(self, pool: Sequence[Tensor]) -> None:
+        """Copy from and to this pool from now on: of other blocks than the first one, or of none."""
+        # As bytes: not every type can be indexed on every device.
+        self._parts = [part.view(torch.uint8).flatten(0, 1) for part in pool]
 
     def copy(self, step: Step) -> None:
         """Make the step's copies: all stores, then all loads."""
         if step.stores:
             blocks, slots = _indices(step.stores)
-            for device, host in self._pairs:
+            for device, host in zip(self._parts, self._host, strict=True):
                 host[:, slots] = device[:, blocks.to(device.device)].to(host.device)
         if step.loads:
             blocks, slots = _indices(step.loads)
-            for device, host in self._pairs:
+            for device, host in zip(self._parts, self._host, strict=True):
                 device[:, blocks.to(device.device)] = host[:, slots].to(device.device)
 
 

@@ -5,12 +5,19 @@ engine starts with. The batch settings, which the operator writes, are `settings
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.openai import MAX_ANSWERS
-from tidegate_engine.settings import MAX_QUEUE_TIMEOUT_SECONDS, MIN_KV_ADMISSION, AdmissionPolicy, Violation
+from tidegate_engine.settings import (
+    DEFAULT_WATERMARK,
+    MAX_QUEUE_TIMEOUT_SECONDS,
+    MAX_WATERMARK,
+    MIN_KV_ADMISSION,
+    AdmissionPolicy,
+    Violation,
+)
 
 MAX_QUEUED_REQUESTS = 1_000_000
 MAX_QUEUED_TOKENS = 1 << 40
@@ -41,32 +48,50 @@ class LivePolicy:
     max_n: int = MAX_ANSWERS
     max_num_partial_prefills: int | None = None
     """Prompts that may be computed in parts at a time."""
+    max_prefill_tokens_per_step: int | None = None
+    """Tokens of all prompts together in a step; decodes do not count."""
     kv_admission_limit: float = 1.0
     """Share of the KV blocks that admission may fill; running requests may grow beyond it."""
+    watermark: float = DEFAULT_WATERMARK
+    """Share of the KV blocks that admission leaves free."""
+    reserve_ratio: float | None = None
+    """Share of the output that is likely to come for which admission keeps blocks back; None = it adapts itself."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the blocks of equal beginnings."""
     stream_interval: int = 1
     """Tokens of a chunk in a stream; the first one always goes at once."""
 
     @property
     def admission(self) -> AdmissionPolicy:
         """The part that the scheduler needs."""
-        return AdmissionPolicy(self.max_num_partial_prefills, self.kv_admission_limit, self.queue_timeout_s)
+        return AdmissionPolicy(**{each.name: getattr(self, each.name) for each in fields(AdmissionPolicy)})
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """What is a number or a switch, as metrics show it; what has no limit is left out."""
+        values = self.as_dict().items()
+        return {name: float(value) for name, value in values if isinstance(value, int | float)}
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
 _CHOICES: Mapping[str, type[StrEnum]] = {"context_policy": ContextPolicy, "scheduling_policy": SchedulingPolicy}
-_FRACTIONS = frozenset({"queue_timeout_s", "kv_admission_limit"})
+_FRACTIONS = frozenset({"queue_timeout_s", "kv_admission_limit", "watermark", "reserve_ratio"})
+_SWITCHES = frozenset({"enable_prefix_caching"})
 _OPTIONAL = frozenset(
     {
         "max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout_s", "default_max_tokens",
-        "max_num_partial_prefills",
+        "max_num_partial_prefills", "max_prefill_tokens_per_step", "reserve_ratio",
     }
 )  # fmt: skip
 
 
-def policy_bounds(*, max_model_len: int) -> dict[str, tuple[float, float]]:
-    """The inclusive bounds of the numbers."""
+def policy_bounds(*, max_model_len: int, max_num_batched_tokens: int) -> dict[str, tuple[float, float]]:
+    """The inclusive bounds of the numbers, and of the switches: 0 and 1 stand for false and true.
+
+    `max_num_batched_tokens` is the most that the envelope of the batch settings allows.
+    """
     return {
         "max_num_queued_reqs": (0, MAX_QUEUED_REQUESTS),
         "max_num_queued_tokens": (1, MAX_QUEUED_TOKENS),
@@ -74,7 +99,11 @@ def policy_bounds(*, max_model_len: int) -> dict[str, tuple[float, float]]:
         "default_max_tokens": (1, max_model_len),
         "max_n": (1, MAX_ANSWERS),
         "max_num_partial_prefills": (1, MAX_PARTIAL_PREFILLS),
+        "max_prefill_tokens_per_step": (1, max_num_batched_tokens),
         "kv_admission_limit": (MIN_KV_ADMISSION, 1.0),
+        "watermark": (0.0, MAX_WATERMARK),
+        "reserve_ratio": (0.0, 1.0),
+        "enable_prefix_caching": (0, 1),
         "stream_interval": (1, MAX_STREAM_INTERVAL),
     }
 
@@ -103,6 +132,9 @@ def _read(name: str, value: object, bounds: Mapping[str, tuple[float, float]]) -
         if value not in choices:
             return Violation(name, None, f"{name} is {value!r}; allowed are {', '.join(choices)}")
         return _CHOICES[name](value)
+    if name in _SWITCHES:
+        refused = Violation(name, None, f"{name} is {value!r}; allowed are true and false")
+        return value if isinstance(value, bool) else refused
     if value is None and name in _OPTIONAL:
         return None
     low, high = bounds[name]

@@ -20,7 +20,6 @@ from tidegate_engine.settings import (
     ITL_BUCKETS_SECONDS,
     OSL_EDGES,
     OTHER_PATTERN,
-    SETTING_NAMES,
     TTFT_BUCKETS_SECONDS,
     BatchSettings,
     Pattern,
@@ -143,6 +142,8 @@ class Snapshot:
     pause_mode: str | None = None
     """None = not paused."""
     policy_version: int = 0
+    policy_limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The live policy's numbers, by kind: capacity, spec, effective."""
     kv_waste_ratio: float | None = None
     """Share of the token slots in used blocks that hold none; None while no block is used."""
 
@@ -468,9 +469,13 @@ def _settings(counts: Counts, now: Snapshot) -> Iterator[Metric]:
     kinds = (("capacity", now.capacity), ("spec", now.spec), ("effective", now.effective))
     yield _gauge(
         f"{PREFIX}batching_limit",
-        "Live batch settings: the envelope's upper bound, what is asked, what acts.",
+        "Live batch settings and policy: the envelope's upper bound, what is asked, what acts; no limit, no series.",
         ("name", "kind"),
-        (((name, kind), getattr(settings, name)) for kind, settings in kinds for name in SETTING_NAMES),
+        (
+            ((name, kind), value)
+            for kind, settings in kinds
+            for name, value in {**settings.as_dict(), **now.policy_limits.get(kind, {})}.items()
+        ),
     )
     yield _gauge(
         f"{PREFIX}settings_generation",
@@ -492,7 +497,7 @@ def _settings(counts: Counts, now: Snapshot) -> Iterator[Metric]:
     )
     yield _counter(
         f"{PREFIX}config_updates",
-        "Changes of the batch settings, by result.",
+        "Changes of batch settings, policy and KV cache size, by result.",
         ("result",),
         (((result,), value) for result, value in counts.settings_changes.items()),
     )

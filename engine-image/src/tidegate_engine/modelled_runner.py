@@ -6,6 +6,7 @@ torch, no weights. Called by the engine loop.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tidegate_engine.byte_tokenizer import ByteTokenizer
 from tidegate_engine.request import Request, SampledToken, Step, TokenLogprobs
@@ -35,6 +36,7 @@ class ModelledRunner:
     ) -> None:
         self._profile = profile
         self._info = info
+        self._most_kv_blocks = max(info.kv_blocks, profile.kv_blocks * profile.block_tokens // info.block_tokens)
         self._clock = clock
         self._sleep = sleep
         self._deadline: float | None = None
@@ -57,6 +59,13 @@ class ModelledRunner:
 
     def grown_bytes(self) -> None:
         """A GPU's workspace is not part of a profile."""
+
+    def most_kv_blocks(self, *, written: int) -> int:
+        """What the profile's GPU has, or what flags made of it."""
+        return self._most_kv_blocks
+
+    def resize(self, kv_blocks: int) -> None:
+        self._info = replace(self._info, kv_blocks=kv_blocks)
 
     def rest(self) -> None:
         """The loop goes idle: the next step does not follow the last one directly."""

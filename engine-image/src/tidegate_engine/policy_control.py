@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from starlette.responses import Response
@@ -26,18 +26,27 @@ class PolicyControl:
         completions: Completions,
         *,
         apply_admission: Callable[[AdmissionPolicy], Awaitable[None]],
+        max_num_batched_tokens: int,
         counts: Counts,
     ) -> None:
         self.version = 1
         self._completions = completions
         self._apply_admission = apply_admission
         self._counts = counts
-        self._bounds = policy_bounds(max_model_len=completions.limits.max_model_len)
+        self._bounds = policy_bounds(
+            max_model_len=completions.limits.max_model_len, max_num_batched_tokens=max_num_batched_tokens
+        )
         self._lock = asyncio.Lock()
 
     @property
     def policy(self) -> LivePolicy:
         return self._completions.limits.policy
+
+    def limits(self, acting: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """The policy's numbers by kind, as metrics show them; `acting` is what the engine's loop says of its part."""
+        spec = self.policy.limits
+        bounds = {name: float(high) for name, (_, high) in self._bounds.items()}
+        return {"capacity": bounds, "spec": spec, "effective": {**spec, **acting}}
 
     def describe(self) -> Response:
         bounds = {name: list(pair) for name, pair in self._bounds.items()}

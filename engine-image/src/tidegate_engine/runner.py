@@ -122,6 +122,18 @@ class Runner(Protocol):
         """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
         ...
 
+    def most_kv_blocks(self, *, written: int) -> int:
+        """The largest KV cache that there is memory for, in blocks of all layers. `written` are blocks of one group of
+        the present cache that hold something: their memory comes back."""
+        ...
+
+    def resize(self, kv_blocks: int) -> None:
+        """Have a KV cache of so many blocks instead, an empty one, which `info` tells from then on.
+
+        Raises ModelError, and then the old size is back, empty.
+        """
+        ...
+
     def run(self, step: Step) -> Mapping[str, SampledToken]:
         """Compute `step`; returns a token by request id for every item that samples. Blocking."""
         ...

@@ -7,7 +7,7 @@ to their end and the block pool's books; it knows no tokens' meaning, no text, n
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from tidegate_engine.blocks import BlockPool, IntegrityError
 from tidegate_engine.ngrams import NgramIndex, NgramSpeculation
@@ -32,8 +32,6 @@ MAX_BYPASSES = 32
 """How often a waiting request that does not fit may be overtaken by later ones that do."""
 MAX_PASSED_PER_STEP = 4
 """Waiting requests without room that a step looks past."""
-WATERMARK_FRACTION = 0.01
-"""Share of the blocks that admission leaves alone, at least one block for each running request."""
 EXPECTED_OUTPUT_CAP_TOKENS = 4096
 RESERVE_RATIO_START = 0.4
 RESERVE_RATIO_MIN = 0.1
@@ -82,7 +80,8 @@ class Scheduler:
         self._ngrams: dict[str, NgramIndex] = {}
         self._settings = settings
         self._settings_version = 1
-        self._admission = AdmissionPolicy()
+        self._admission = AdmissionPolicy(enable_prefix_caching=blocks.prefix_caching)
+        self._is_held = False
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -148,12 +147,20 @@ class Scheduler:
 
     @property
     def reserve_ratio(self) -> float:
-        """Share of the expected output for which admission keeps blocks back; rises with preemptions."""
-        return self._reserve_ratio
+        """Share of the expected output for which admission keeps blocks back; rises with preemptions, unless the
+        policy says it."""
+        fixed = self._admission.reserve_ratio
+        return self._reserve_ratio if fixed is None else fixed
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The policy that acts, in numbers; what has no limit is left out."""
+        acting = asdict(replace(self._admission, reserve_ratio=self.reserve_ratio))
+        return {name: float(value) for name, value in acting.items() if value is not None}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._running) or (bool(self._waiting) and not self._is_held)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
@@ -214,8 +221,32 @@ class Scheduler:
         return self._settings_version
 
     def admit_by(self, policy: AdmissionPolicy) -> None:
-        """Start waiting requests by `policy` from the next step on; running ones go on."""
+        """Start waiting requests by `policy` from the next step on; running ones go on, with the blocks they share."""
         self._admission = policy
+        self.blocks.prefix_caching = policy.enable_prefix_caching
+        self._stuck_at = None
+
+    def hold(self, is_held: bool) -> None:
+        """Start no waiting request until told otherwise; running ones go on."""
+        self._is_held = is_held
+
+    def preempt_all(self) -> int:
+        """Send all running requests back to the queue, to be computed again; returns how many. Between two steps."""
+        if self._in_flight is not None:
+            raise RuntimeError(f"step {self._in_flight.id} is not committed yet")
+        count = len(self._running)
+        while self._running:
+            self._preempt(self._running.pop(), "policy")
+        return count
+
+    def resize(self, total_blocks: int) -> None:
+        """Have so many blocks from the next step on, all of them empty. Nothing runs; raises ValueError, and changes
+        nothing, where a request that waits would not fit."""
+        for request in self._waiting:
+            most = self.blocks.tokens_that_fit(request, total_blocks=total_blocks)
+            if request.prompt_tokens + request.max_tokens - 1 > most:
+                raise ValueError(f"the request {request.id!r} does not fit into {total_blocks} blocks")
+        self.blocks.resize(total_blocks)
         self._stuck_at = None
 
     def overdue(self, now: float) -> list[Request]:
@@ -253,15 +284,18 @@ class Scheduler:
             starts.append(start)
             tables.append(request.blocks)
         decodes, chunks = Decodes(requests, starts, tables), list[StepItem]()
-        budget = self._settings.max_num_batched_tokens - len(requests)
+        budget, kept = self._settings.max_num_batched_tokens - len(requests), 0
+        most = self._admission.max_prefill_tokens_per_step
+        if most is not None and most < budget:
+            budget, kept = most, budget - most
         for request in prefills:
             if budget <= 0:
                 break
             budget -= self._prefill(request, budget, chunks)
-        if self._waiting and self.preemptions["kv"] == preempted_before:
+        if self._waiting and not self._is_held and self.preemptions["kv"] == preempted_before:
             budget = self._admit(budget, chunks, now)
         if self._speculation is not None:
-            decodes = self._add_drafts(decodes, chunks, self._speculation, budget=budget)
+            decodes = self._add_drafts(decodes, chunks, self._speculation, budget=budget + kept)
         self._step_id += 1
         step = Step(self._step_id, chunks, self._settings_version, decodes)
         if not step.is_empty:
@@ -534,7 +568,7 @@ class Scheduler:
 
         One a step. Age counts: a request that has waited its time is not sent back any more.
         """
-        if not self._waiting or not self._running:
+        if not self._waiting or not self._running or self._is_held:
             return False
         urgent, last = self._waiting[0], self._running[-1]
         if urgent.priority >= last.priority or _order(urgent) > _order(last):
@@ -706,9 +740,9 @@ class Scheduler:
 
     def _reserved_blocks(self, output_tokens: float) -> int:
         """Blocks that admission must leave over: a watermark and a share of the output that is likely to come."""
-        watermark = max(len(self._running) + 1, int(self.blocks.usable * WATERMARK_FRACTION))
+        watermark = max(len(self._running) + 1, int(self.blocks.usable * self._admission.watermark))
         watermark += int(self.blocks.usable * (1.0 - self._admission.kv_admission_limit))
-        return watermark + int(output_tokens * self._reserve_ratio / self.blocks.block_tokens)
+        return watermark + int(output_tokens * self.reserve_ratio / self.blocks.block_tokens)
 
     def _start(self, request: Request, now: float) -> None:
         insort(self._running, request, key=_order)

@@ -40,7 +40,8 @@ from tidegate_engine.policy_control import PolicyControl
 from tidegate_engine.pooled_batcher import PooledLimits
 from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
 from tidegate_engine.request import Window
-from tidegate_engine.runner import Runner
+from tidegate_engine.resize import ResizeControl
+from tidegate_engine.runner import ModelInfo, Runner
 from tidegate_engine.server import ApiParts, create_api
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings, SettingsFile
 from tidegate_engine.tool_calls import FORMATS, recognise_format
@@ -81,7 +82,6 @@ class ServeOptions:
     admin_port: int
     served_names: tuple[str, ...]
     settings: SettingsFile
-    prefix_caching: bool
     shutdown_timeout_seconds: float
     endpoint_removal_seconds: float
     stall_seconds: float
@@ -162,7 +162,6 @@ def load_engine(model: Model, options: ServeOptions) -> Engine:
     return build_engine(
         runner,
         options.settings,
-        prefix_caching=options.prefix_caching,
         speculation=options.speculation,
         pooled=options.pooled,
         admission=options.policy.admission,
@@ -270,7 +269,7 @@ class Process:
         limits = Limits(
             options.served_names,
             info.max_model_len,
-            tokens_that_fit(info.group_blocks - 1, info.block_tokens, windows_of(info.kv_windows)),
+            _kv_tokens(info),
             options.policy,
             tool_format=FORMATS[options.tool_call_parser]
             if options.tool_call_parser
@@ -299,6 +298,7 @@ class Process:
                 _with_settings(report.snapshot, batching),
                 pause_mode=drain.pause_mode,
                 policy_version=policy.version,
+                policy_limits=policy.limits(report.snapshot.policy_limits.get("effective", {})),
             )
             return await asyncio.to_thread(
                 render,
@@ -313,7 +313,17 @@ class Process:
         async def apply_admission(policy: AdmissionPolicy) -> None:
             await asyncio.wait_for(engine.admit_by(policy), CALL_TIMEOUT_SECONDS)
 
-        policy = PolicyControl(completions, apply_admission=apply_admission, counts=metrics.counts)
+        policy = PolicyControl(
+            completions,
+            apply_admission=apply_admission,
+            max_num_batched_tokens=options.settings.envelope.max_num_batched_tokens[1],
+            counts=metrics.counts,
+        )
+
+        def on_resized() -> None:
+            completions.limits = replace(completions.limits, kv_tokens=_kv_tokens(engine.info))
+
+        resize = ResizeControl(engine, drain, on_resized=on_resized, counts=metrics.counts)
         parts = ApiParts(
             completions=completions,
             drain=drain,
@@ -334,6 +344,7 @@ class Process:
             render_metrics,
             batching,
             policy,
+            resize,
             drain,
             adapters,
             runner=options.runner,
@@ -399,6 +410,11 @@ class Process:
             )
             return None
         return AdminKeys(options.admin_keys, options.object_uid)
+
+
+def _kv_tokens(info: ModelInfo) -> int:
+    """Tokens that a request alone may have in the KV cache."""
+    return tokens_that_fit(info.group_blocks - 1, info.block_tokens, windows_of(info.kv_windows))
 
 
 def _with_settings(snapshot: Snapshot, batching: LiveBatching) -> Snapshot:

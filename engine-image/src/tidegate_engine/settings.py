@@ -35,17 +35,27 @@ class BatchSettings:
 
 
 MIN_KV_ADMISSION = 0.05
+DEFAULT_WATERMARK = 0.01
+MAX_WATERMARK = 0.5
 MAX_QUEUE_TIMEOUT_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """What bounds the start of waiting requests beside the batch settings. None = no limit."""
+    """What the scheduler goes by beside the batch settings, when it starts requests and prefills. None = no limit."""
 
     max_num_partial_prefills: int | None = None
     """Prompts that may be computed in parts at a time."""
+    max_prefill_tokens_per_step: int | None = None
+    """Of all prompts together; decodes do not count."""
     kv_admission_limit: float = 1.0
     """Share of the KV blocks that admission may fill; running requests may grow beyond it."""
+    watermark: float = DEFAULT_WATERMARK
+    """Share of the KV blocks that admission leaves free, at least one block for each running request."""
+    reserve_ratio: float | None = None
+    """Share of the output that is likely to come for which admission keeps blocks back; None = it adapts itself."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the blocks of equal beginnings."""
     queue_timeout_s: float | None = None
     """A request that has not begun after so long is given up."""
 

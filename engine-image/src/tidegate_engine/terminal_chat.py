@@ -325,7 +325,7 @@ class LocalBackend:
         def load() -> Engine:
             runner, on_idle = self._model.load_runner()
             file = SettingsFile(0, DEFAULT_SETTINGS, Envelope(), DEFAULT_PATTERNS)
-            return build_engine(runner, file, prefix_caching=True, on_idle=on_idle)
+            return build_engine(runner, file, on_idle=on_idle)
 
         end, engine_end = socket.socketpair()
         host = asyncio.create_task(host_engine(engine_end, load))

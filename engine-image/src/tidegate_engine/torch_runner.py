@@ -58,6 +58,8 @@ DTYPES = {
 """Of activations and of the KV cache, as `precision` names them."""
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left beside the weights that the cache may take; activations and the server need the rest."""
+RESIZED_KV_MEMORY_FRACTION = 0.8
+"""The same for a size that somebody asks for by name, when the model has been at work."""
 MAX_KV_BYTES = 4 << 30
 """Unless told otherwise: prefix caching fills whatever there is, and a machine without limits has other tenants."""
 WARM_UP_SHAPES = ((1, 64), (1, 1), (8, 1))
@@ -113,21 +115,15 @@ class TorchRunner:
         precision = _settle(precision, config, checkpoint)
         with freed_at_once():
             self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
-        kv_dtype = DTYPES[precision.kv_dtype]
+        self._kv_dtype = DTYPES[precision.kv_dtype]
         self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=self._decoder.dtype)
-        groups = kv_groups(config)
-        token_bytes = kv_token_bytes(config, kv_dtype, groups)
+        self._groups = kv_groups(config)
+        token_bytes = kv_token_bytes(config, self._kv_dtype, self._groups)
         blocks = options.kv_blocks or _affordable_blocks(
             token_bytes * options.block_tokens, options.block_tokens, reserved=_reserved_bytes(self._lora)
         )
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
-        self._pool = new_kv_pool(
-            config, blocks=blocks * len(groups), block_tokens=options.block_tokens, dtype=kv_dtype, groups=groups
-        )
-        self._caches = layer_caches(config, self._pool, groups)
-        self._native = native_decoder(self._decoder, self._caches)
-        self._inputs = StepInputs(options.block_tokens, [group.window for group in groups])
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
         self._pooler = Pooler(is_normalised=pooling.is_normalised)
@@ -153,8 +149,9 @@ class TorchRunner:
             embedding_size=config.hidden,
             pooling=pooling.kind,
             embedding_normalised=pooling.is_normalised,
-            kv_windows=tuple(group.window for group in groups),
+            kv_windows=tuple(group.window for group in self._groups),
         )
+        self._make_cache(blocks)
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
         self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
@@ -180,6 +177,34 @@ class TorchRunner:
         """How far the process's memory has grown at most since the model was loaded; None where that is not known."""
         peak = peak_bytes()
         return None if peak is None or self._loaded_bytes is None else max(0, peak - self._loaded_bytes)
+
+    def most_kv_blocks(self, *, written: int) -> int:
+        info = self._info
+        room = Machine().available_bytes() + written * info.group_block_bytes - self._reserved_bytes
+        return max(info.kv_blocks, int(room * RESIZED_KV_MEMORY_FRACTION) // (info.kv_token_bytes * info.block_tokens))
+
+    def resize(self, kv_blocks: int) -> None:
+        before = self._info.kv_blocks
+        self._drop_cache()
+        try:
+            wanted, room = self._kv_bytes(kv_blocks), Machine().available_bytes() - self._reserved_bytes
+            if kv_blocks > before and wanted > room:
+                raise ModelError(
+                    "KvCacheTooLarge",
+                    f"a KV cache of {kv_blocks} blocks takes {wanted / 2**20:.0f} MiB, and {room / 2**20:.0f} MiB are "
+                    f"available; it has {before} blocks again",
+                )
+            self._make_cache(kv_blocks)
+        except ModelError:
+            self._make_cache(before)
+            raise
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            self._make_cache(before)
+            raise ModelError(
+                "ResizeFailed", f"a KV cache of {kv_blocks} blocks cannot be had: {error}; it has {before} blocks again"
+            ) from error
+        finally:
+            forget_peak()  # what was written to the old one is no workspace
 
     @torch.inference_mode()
     def run(self, step: Step) -> Mapping[str, SampledToken]:
@@ -212,6 +237,37 @@ class TorchRunner:
         tokens = self._sampler.sample(logits, inputs.sampled, inputs.drafts)
         found = dict(zip([request.id for request in inputs.sampled], tokens, strict=True))
         return {**pooled, **found} if pooled else found
+
+    def _make_cache(self, kv_blocks: int) -> None:
+        """An empty KV cache, and whatever has its address."""
+        config, groups = self._decoder.config, self._groups
+        self._pool = new_kv_pool(
+            config,
+            blocks=kv_blocks * len(groups),
+            block_tokens=self._info.block_tokens,
+            dtype=self._kv_dtype,
+            groups=groups,
+        )
+        self._caches = layer_caches(config, self._pool, groups)
+        self._native = native_decoder(self._decoder, self._caches)
+        self._inputs = StepInputs(self._info.block_tokens, [group.window for group in groups])
+        if self._host is not None:
+            self._host.bind(self._pool)
+        self._info = replace(self._info, kv_blocks=kv_blocks)
+
+    def _drop_cache(self) -> None:
+        """Give the KV cache's memory back: nobody may have its address."""
+        self._pool, self._caches, self._native = (), (), None
+        if self._host is not None:
+            self._host.bind(())
+
+    def _kv_bytes(self, kv_blocks: int) -> int:
+        return kv_blocks * self._info.kv_token_bytes * self._info.block_tokens
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """Memory that adapters to come were promised."""
+        return 0 if self._lora is None else max(0, self._lora.reserved_bytes - self._lora.size_bytes)
 
     def _make_host(self, host_bytes: int) -> HostBlocks | None:
         """Host memory for evicted blocks, where there shall be some and copying one back beats computing it again."""

@@ -355,7 +355,6 @@ def test_the_memory_of_steps_is_told_apart_from_that_of_weights_and_cache(tiny_m
     engine = build_engine(
         TorchRunner(tiny_model, options=options),
         SettingsFile(0, BatchSettings(16, 512, 512), Envelope(), DEFAULT_PATTERNS),
-        prefix_caching=True,
     )
     info, scheduler = engine.runner.info, engine.scheduler
     assert isinstance(engine.runner, TorchRunner)
