@@ -52,6 +52,8 @@ from tidegate_operator.zero import ScaleToZero, may_sleep, must_wake, watch
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
 UNKNOWN_START_SECONDS = 30
+KNOWN_PERIOD_SECONDS = 15
+"""Period of scaling up where the capacity is known: that of HorizontalPodAutoscaler."""
 WAKING_REPLICAS = 2
 """From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
@@ -580,8 +582,10 @@ def limit_speed(context: Context) -> Context:
     """HPA v2 policies: how much may change within their periods."""
     behavior, current = context.spec.autoscaling.behavior, context.current
     if context.replicas > current:
+        # What reacts to signals must see what it did before it does more; the model's number counts what is on its way.
         start = context.observation.start_seconds or UNKNOWN_START_SECONDS
-        period = max(start, context.spec.autoscaling.sync_period_seconds)
+        shortest = KNOWN_PERIOD_SECONDS if "capacityPerReplica" in context.inputs else start
+        period = max(shortest, context.spec.autoscaling.sync_period_seconds)
         limits = [
             (_at_period_start(context, policy.period_seconds or period), policy)
             for policy in behavior.scale_up.policies
