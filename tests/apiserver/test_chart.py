@@ -56,6 +56,7 @@ def test_the_server_accepts_every_manifest(control_plane: cluster.Cluster, names
         (("--set=watch.clusterWide=true", "--set=watch.namespaces={a}"), "namespaces"),
         (("--set=prometheus.url=prometheus:9090",), "does not match pattern"),
         (("--set=gpuPrices.L4=cheap",), "number"),
+        (("--set=gpuBudgets.nvidia\\.com/gpu=-1",), "gpuBudgets"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_clear_message(
@@ -66,7 +67,8 @@ def test_a_wrong_value_is_refused_with_a_clear_message(
 
 
 def test_the_operator_can_read_the_environment_that_the_chart_sets(control_plane: cluster.Cluster) -> None:
-    deployment = only(template(control_plane, "--set=watch.namespaces={a,b}"), "Deployment")
+    options = ("--set=watch.namespaces={a,b}", "--set=gpuBudgets.nvidia\\.com/gpu=16")
+    deployment = only(template(control_plane, *options), "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     environment = {item["name"]: item.get("value", "somewhere") for item in container["env"]}
     read = settings.read({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
@@ -75,6 +77,7 @@ def test_the_operator_can_read_the_environment_that_the_chart_sets(control_plane
     assert read.engine_image == "registry.example/engine:1"
     assert read.engine_run_as_user == 10001
     assert read.prometheus_url is None
+    assert read.gpu_budgets == {"nvidia.com/gpu": 16}
     assert read.admin_key_secret == only(template(control_plane), "Secret", "tidegate-admin-keys")["metadata"]["name"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"metrics": read.metrics_port, "health": read.health_port}

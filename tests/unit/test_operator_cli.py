@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tidegate_operator.cli import formula, main, run_operator
+from tidegate_operator.cli import main, run_operator, the_bounds, the_sum
 
 OBJECT: dict[str, Any] = {
     "apiVersion": "tidegate.dev/v1alpha1",
@@ -153,8 +153,47 @@ def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert "cannot read /does/not/exist" in capsys.readouterr().err
 
 
+FIGURES = {
+    "arrivalsPerSecond": 8.5,
+    "forecastPerSecond": 12.0,
+    "backlogPerSecond": 1.0,
+    "capacityPerReplica": 3.0,
+    "correction": 1.0,
+    "headroomPercent": 15.0,
+    "currentReplicas": 2.0,
+    "lostReplicas": 1.0,
+    "unseenReplicas": 0.0,
+    "replicasToFit": 1.0,
+    "scaleUpTolerancePercent": 10.0,
+    "scaleDownTolerancePercent": 10.0,
+    "scaleUpLimit": 4.0,
+    "minReplicas": 1.0,
+    "maxReplicas": 10.0,
+}
+
+
+def test_the_number_is_worked_out_again_with_every_bound_in_its_order() -> None:
+    needed, wanted = the_sum(FIGURES)
+    assert "(arrivals 8.5, foreseen 12, + backlog 1)" in needed and "= 5.10 replicas" in needed
+    assert "wanted 7: 7 if that adds, 6 if that takes away (2 present, 1 of them lost, 0 unseen)" in wanted
+    (bounds,) = the_bounds(FIGURES, 4)
+    assert bounds.strip() == "at most 4 by the policies of scaling up; at least 1; at most 10: 4"
+
+
+def test_a_number_that_does_not_follow_is_told() -> None:
+    (bounds,) = the_bounds(FIGURES, 9)
+    assert bounds.endswith(": 4, though 9 was decided: by an operator of another version")
+
+
+@pytest.mark.parametrize("missing", ["currentReplicas", "lostReplicas", "replicasToFit", "scaleUpTolerancePercent"])
+def test_figures_of_another_version_are_explained_as_far_as_they_go(missing: str) -> None:
+    fewer = {name: value for name, value in FIGURES.items() if name != missing}
+    assert next(iter(the_sum(fewer))).endswith("= 5.10 replicas")
+    assert len(list(the_bounds(fewer, 4))) <= 1
+
+
 def test_the_formula_is_left_out_when_capacity_was_unknown() -> None:
-    assert list(formula({"pressure_slots": 0.5})) == []
+    assert list(the_sum({"pressure_slots": 0.5})) == []
 
 
 def test_odd_objects_are_explained_as_far_as_they_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

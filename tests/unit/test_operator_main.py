@@ -23,6 +23,7 @@ SETTINGS = Settings(
     engine_image="engine:1",
     engine_image_pull_policy="IfNotPresent",
     engine_run_as_user=None,
+    gpu_budgets={},
     prometheus_url=None,
     admin_key_secret="keys",
     metrics_port=0,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.settings import BatchSettings, find_violation
-from tidegate_engine.steptime import load_profile
+from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.api import Spec, parse_spec
+from tidegate_operator.forecast import SLOT_SECONDS, SLOTS, Forecast, Record, dump_forecast
+from tidegate_operator.memory import dump_memory, load_memory
 from tidegate_operator.observation import (
     Action,
     Decision,
@@ -40,6 +43,7 @@ ENGINE = EngineInfo(
     step_model_residual_ratio=0.01,
     step_model_samples=1000,
 )
+EXAMPLES = 600 if os.environ.get("TIDEGATE_PROVE") else 40
 FIXED = {"batching": {"mode": "Fixed"}}
 
 
@@ -557,6 +561,117 @@ def test_a_pod_that_cannot_start_does_not_block_the_way_down(phase: ReplicaPhase
     assert decide(spec, observation, filled_memory(spec, observation)).replicas == 2
 
 
+@pytest.mark.parametrize("phase", [ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED])
+def test_one_more_is_asked_for_in_the_place_of_pods_that_do_not_come_up(phase: ReplicaPhase) -> None:
+    spec = spec_of()
+    decision = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 2.6)), {})
+    assert (decision.replicas, decision.wanted_replicas) == (4, 4)
+    assert decision.inputs["lostReplicas"] == 1
+    enough = decide(spec, stuck(1, age=900, phase=phase, load=at_capacity(spec, 1.9)), {})
+    assert enough.replicas == 3
+
+
+def test_a_crash_loop_of_every_new_pod_is_no_storm() -> None:
+    spec = spec_of(autoscaling={"maxReplicas": 40})
+    replicas = 2
+    memory: Mapping[str, object] = {}
+    for minute in range(30):
+        observation = stuck(replicas - 2, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 8), ready=2)
+        decision = decide(spec, replace(observation, now=NOW + 60 * minute), memory)
+        replicas, memory = decision.replicas, decision.memory
+    assert replicas == 9, "what the load needs, and one"
+
+
+def test_where_no_pod_of_the_version_serves_none_is_added_for_the_lost() -> None:
+    spec = spec_of()
+    observation = stuck(1, age=900, phase=ReplicaPhase.CRASH_LOOPING, load=at_capacity(spec, 2.6))
+    old = replace(observation, replicas=tuple(replace(item, updated=False) for item in observation.replicas))
+    assert decide(spec, old, {}).replicas == 3
+
+
+@pytest.mark.parametrize(("age", "restarts", "expected"), [(60, 0, 3), (500, 0, 4), (500, 1, 3)])
+def test_a_starting_pod_is_credited_until_its_deadline_and_again_after_a_restart(
+    age: float, restarts: int, expected: int
+) -> None:
+    spec = spec_of()
+    observation = stuck(1, age=age, phase=ReplicaPhase.LOADING, load=at_capacity(spec, 2.6))
+    starting = replace(observation.replicas[2], restarts=restarts)
+    observation = replace(observation, replicas=(*observation.replicas[:2], starting))
+    assert decide(spec, observation, {}).replicas == expected
+
+
+# --- schedules, budgets, forecasts
+
+
+def test_a_schedule_raises_and_lowers_whatever_is_measured_and_says_which() -> None:
+    always = {"name": "launch", "startTime": "00:00", "endTime": "00:00"}
+    raised = spec_of(autoscaling={"schedules": [{**always, "minReplicas": 4}]})
+    for observation in (seen(demand_of(0.01), ready=2), seen(None, ready=2)):
+        decision = decide(raised, observation, {})
+        assert (decision.replicas, decision.reason) == (4, "Schedule")
+        assert "schedule launch: 4 to 10 replicas" in decision.message
+    lowered = spec_of(autoscaling={"schedules": [{**always, "maxReplicas": 3}]})
+    decision = decide(lowered, seen(at_capacity(spec_of(), 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1], decision.wanted_replicas) == (3, "Schedule", 9)
+
+
+def test_the_gpu_budget_bounds_the_replicas() -> None:
+    spec = spec_of(autoscaling={"maxGPUs": 7}, resources={"gpu": {"count": 2}})
+    decision = decide(spec, seen(at_capacity(spec, 8.5), ready=2), {})
+    assert (decision.replicas, decision.bounded_by[-1]) == (3, "GPUBudget")
+    shared = decide(spec, seen(at_capacity(spec, 8.5), ready=2, granted_gpus=4), {})
+    assert (shared.replicas, shared.reason) == (2, "GPUShare")
+
+
+def foreseen_forecast(
+    level: float, *, belief: float, step: float = 0.69, at: float = NOW
+) -> dict[str, dict[str, object]]:
+    """Part of a memory: days on which the load moves, by default doubles, in the slot after `at`."""
+    slot = int(at // SLOT_SECONDS)
+    forecast = Forecast(
+        level=level,
+        checked=slot,
+        steps=(((slot + 1) % SLOTS, step),),
+        records=(Record(belief), Record()),
+    )
+    return {"forecast": dump_forecast(forecast)}
+
+
+def foreseen_memory(spec: Spec, level: float, *, belief: float, step: float = 0.69) -> Mapping[str, object]:
+    first = decide(spec, seen(at_capacity(spec, 1.9), ready=2), {})
+    return {**first.memory, **foreseen_forecast(level, belief=belief, step=step)}
+
+
+def level_of(spec: Spec, load: Demand) -> float:
+    memory = decide(spec, seen(load, ready=2), {}).memory["forecast"]
+    assert isinstance(memory, dict)
+    return float(memory["level"])
+
+
+def test_a_believed_forecast_adds_replicas_before_the_load_is_there() -> None:
+    spec = spec_of()
+    load = at_capacity(spec, 1.9)
+    level = level_of(spec, load)
+    slow = seen(load, ready=2, start_seconds=300.0)
+    early = decide(spec, slow, foreseen_memory(spec, level, belief=0.9))
+    assert (early.replicas, early.reason) == (4, "LoadForeseen")
+    assert "by its season" in early.message
+    assert early.inputs["forecastPerSecond"] == pytest.approx(2 * early.inputs["arrivalsPerSecond"], rel=0.02)
+    doubted = decide(spec, slow, foreseen_memory(spec, level, belief=0.3))
+    assert doubted.replicas == 2 and "forecastPerSecond" not in doubted.inputs
+
+
+def test_a_forecast_never_takes_a_replica_away_and_keeps_those_that_it_will_need() -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    load = at_capacity(spec, 1.6)
+    observation = seen(load, ready=4, start_seconds=300.0)
+    level = level_of(spec, load)
+    assert decide(spec, observation, {}).wanted_replicas == 2
+    assert decide(spec, observation, foreseen_memory(spec, level, belief=0.9)).wanted_replicas == 4
+    falling = foreseen_memory(spec, level, belief=0.9, step=-1.0)
+    assert decide(spec, observation, falling).wanted_replicas == 2
+
+
 # --- settings
 
 
@@ -825,3 +940,126 @@ def test_the_order_of_the_series_does_not_matter() -> None:
         finished_per_second=dict(reversed(cells.items())),
     )
     assert decide(SPEC, seen(one, ready=2), {}) == decide(SPEC, seen(other, ready=2), {})
+
+
+DAY_SECONDS = 86_400
+levels = st.floats(-4, 1)
+"""Of a forecast: the load of a tenth of a replica to that of ten."""
+steps_of = st.lists(st.tuples(observations(), st.floats(1, 900)), min_size=1, max_size=8)
+
+
+def lived(spec: Spec, steps: list[tuple[Observation, float]], *, start: float = NOW) -> list[Decision]:
+    """Decisions one after the other, from the first one's empty memory."""
+    decisions: list[Decision] = []
+    now, memory = start, dict[str, object]()
+    for observation, delay in steps:
+        now += delay
+        decisions.append(decide(spec, moved(observation, now - NOW), memory))
+        memory = dict(decisions[-1].memory)
+    return decisions
+
+
+def moved(observation: Observation, seconds: float) -> Observation:
+    """The same so much later."""
+    replicas = tuple(
+        replace(
+            item,
+            created_at=item.created_at + seconds,
+            ready_at=None if item.ready_at is None else item.ready_at + seconds,
+        )
+        for item in observation.replicas
+    )
+    return replace(observation, now=observation.now + seconds, replicas=replicas)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of)
+def test_a_restart_between_any_two_decisions_changes_none_of_them(steps: list[tuple[Observation, float]]) -> None:
+    now, memory = NOW, dict[str, object]()
+    for (observation, delay), expected in zip(steps, lived(SPEC, steps), strict=True):
+        now += delay
+        decision = decide(SPEC, moved(observation, now - NOW), memory)
+        assert decision == expected
+        memory = json.loads(json.dumps(dump_memory(load_memory(decision.memory))))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of, st.integers(1, 400))
+def test_the_day_on_which_it_happens_does_not_matter(steps: list[tuple[Observation, float]], days: int) -> None:
+    whole = [(observation, float(round(delay))) for observation, delay in steps]
+    one, other = lived(SPEC, whole), lived(SPEC, whole, start=NOW + days * DAY_SECONDS)
+    for mine, theirs in zip(one, other, strict=True):
+        assert (mine.replicas, mine.reason, mine.settings, mine.inputs) == (
+            theirs.replicas,
+            theirs.reason,
+            theirs.settings,
+            theirs.inputs,
+        )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    steps_of,
+    rates,
+    rates,
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.9]),
+    levels,
+)
+def test_more_load_never_gives_fewer_replicas_whatever_came_before(
+    steps: list[tuple[Observation, float]], first: float, second: float, ready: int, belief: float, level: float
+) -> None:
+    spec = spec_of()
+    last = lived(spec, steps)[-1]
+    low, high = sorted((first, second))
+    later = NOW + sum(delay for _, delay in steps) + 15
+    memory = {**last.memory, **foreseen_forecast(level, belief=belief, at=later)}
+    fewer, more = (decide(spec, moved(seen(demand_of(rate), ready=ready), later - NOW), memory) for rate in (low, high))
+    assert more.replicas >= fewer.replicas
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(steps_of, rates, st.integers(1, 8), st.sampled_from([0.0, 0.9]), levels)
+def test_a_forecast_never_gives_fewer_replicas_than_none(
+    steps: list[tuple[Observation, float]], rate: float, ready: int, belief: float, level: float
+) -> None:
+    spec = spec_of()
+    last = lived(spec, steps)[-1]
+    later = NOW + sum(delay for _, delay in steps) + 15
+    observation = moved(seen(demand_of(rate), ready=ready, start_seconds=300.0), later - NOW)
+    plain = {name: value for name, value in last.memory.items() if name != "forecast"}
+    without = decide(spec, observation, plain)
+    with_it = decide(spec, observation, {**plain, **foreseen_forecast(level, belief=belief, at=later)})
+    assert with_it.replicas >= without.replicas
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(rates, st.integers(2, 8), st.integers(1, 7))
+def test_pods_that_are_not_seen_never_let_more_go(rate: float, ready: int, unseen: int) -> None:
+    spec = spec_of(autoscaling={"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}})
+    demand = demand_of(rate, pods_covered=ready)
+    partly = replace(demand, pods_covered=max(1, ready - unseen))
+    assert decide(spec, seen(partly, ready=ready), {}).replicas >= decide(spec, seen(demand, ready=ready), {}).replicas
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.floats(0.5, 60), st.sampled_from([0.5, 2.0, 4.0]), st.sampled_from([(256, 64), (2048, 32), (64, 512)]))
+def test_a_world_that_runs_slower_needs_as_many_replicas_for_as_much_less(
+    rate: float, slower: float, lengths: tuple[int, int]
+) -> None:
+    """Every time times a factor, every rate over it: steps, targets, window and start."""
+    isl, osl = lengths
+    model = StepModel(
+        **{name: value * (slower if name.endswith("_seconds") else 1) for name, value in H100.step.as_dict().items()}
+    )
+    targets = {"ttft": {"milliseconds": 2000}, "interTokenLatency": {"milliseconds": 100}}
+    slow_targets = {name: {"milliseconds": int(goal["milliseconds"] * slower)} for name, goal in targets.items()}
+    plain = decide(spec_of(objectives=targets), seen(demand_of(rate, isl=isl, osl=osl), ready=2), {})
+    observation = seen(
+        demand_of(rate / slower, isl=isl, osl=osl, window_seconds=60 * slower),
+        ready=2,
+        engine=replace(ENGINE, step_model=model),
+        start_seconds=20 * slower,
+    )
+    slow = decide(spec_of(objectives=slow_targets), observation, {})
+    assert slow.inputs["needed"] == pytest.approx(plain.inputs["needed"], rel=0.03)

@@ -141,6 +141,7 @@ class World:
         self.now = NOW
         self.keys = Keys()
         self.prometheus_url = prometheus_url
+        self.gpu_budgets: dict[str, int] = {}
         self.reconciler = self.new_reconciler()
 
     def new_reconciler(self) -> Reconciler:
@@ -152,7 +153,10 @@ class World:
             keys=self.keys,
             clock=lambda: self.now,
         )
-        installation = Installation(render.Defaults("engine:1"), self.prometheus_url, Prices({"L4": 0.25}))
+        prices = Prices({"L4": 0.25})
+        installation = Installation(
+            render.Defaults("engine:1"), self.prometheus_url, gpu_prices=prices, gpu_budgets=self.gpu_budgets
+        )
         return Reconciler(ports, self.store, installation=installation, metrics=Metrics())
 
     def create(self, **spec: Any) -> None:
@@ -236,6 +240,32 @@ async def test_one_refused_child_stops_neither_the_others_nor_the_status(world: 
     assert not (await world.run()).failed
     assert world.condition("Stalled")["status"] == "False"
     assert world.condition("Reconciling")["reason"] != "ReconcileFailed"
+
+
+async def test_a_budget_of_gpus_bounds_an_object_by_what_the_others_claim() -> None:
+    world = World()
+    world.gpu_budgets["nvidia.com/gpu"] = 8
+    scaled = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 9, "importance": 50}
+    world.create(autoscaling={**scaled, "schedules": [{"name": "all", **ALL_DAY, "minReplicas": 6}]})
+    other: dict[str, Any] = {
+        "metadata": {"namespace": "n", "name": "other"},
+        "spec": {"model": {"uri": "file:///m.gguf"}},
+    }
+    other["spec"]["autoscaling"] = {**scaled, "minReplicas": 3, "importance": 60}
+    world.store.put(LLM_DEPLOYMENTS, world.cluster.put("LLMDeployment", other))
+    await world.run()
+    assert world.cluster.stored("Deployment")["spec"]["replicas"] == 5
+    decision = world.cluster.stored("LLMDeployment")["status"]["autoscaling"]["lastDecision"]
+    assert (decision["inputs"]["minReplicas"], decision["inputs"]["maxReplicas"]) == (5, 5)
+    other["spec"]["resources"] = {"gpu": {"resourceName": "amd.com/gpu"}}
+    other["metadata"]["generation"] = 2
+    world.store.put(LLM_DEPLOYMENTS, world.cluster.put("LLMDeployment", other))
+    world.now += 5
+    await world.run()
+    assert world.cluster.stored("Deployment")["spec"]["replicas"] == 6, "another kind of GPU is no matter"
+
+
+ALL_DAY = {"startTime": "00:00", "endTime": "00:00"}
 
 
 async def test_a_spec_that_cannot_be_read_is_told_once_and_touches_nothing(world: World) -> None:

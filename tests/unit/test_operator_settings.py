@@ -27,6 +27,12 @@ def test_namespaces_are_a_list_without_repetition() -> None:
     assert settings.scopes == ("a", "b")
 
 
+def test_gpu_budgets_are_counts_by_name() -> None:
+    assert read(GIVEN).gpu_budgets == {}
+    settings = read(GIVEN | {"TIDEGATE_GPU_BUDGETS": "nvidia.com/gpu=16, amd.com/gpu=4,"})
+    assert settings.gpu_budgets == {"nvidia.com/gpu": 16, "amd.com/gpu": 4}
+
+
 def test_an_empty_user_id_leaves_the_choice_to_the_cluster() -> None:
     assert read(GIVEN | {"TIDEGATE_ENGINE_RUN_AS_USER": ""}).engine_run_as_user is None
 
@@ -47,6 +53,8 @@ def test_gpu_prices_are_read_as_the_chart_writes_them() -> None:
         ({"TIDEGATE_ENGINE_RUN_AS_USER": "root"}, "not a user id"),
         ({"KUBECONFIG": ""}, "KUBECONFIG"),
         ({"TIDEGATE_GPU_PRICES": "L4=cheap"}, "TIDEGATE_GPU_PRICES: .* is not a number of dollars"),
+        ({"TIDEGATE_GPU_BUDGETS": "nvidia.com/gpu"}, "give NAME=COUNT"),
+        ({"TIDEGATE_GPU_BUDGETS": "nvidia.com/gpu=many"}, "give NAME=COUNT"),
     ],
 )
 def test_a_wrong_variable_is_named(change: dict[str, str], words: str) -> None:

@@ -204,6 +204,7 @@ async def run(options: Settings) -> None:
             ),
             prometheus_url=options.prometheus_url,
             gpu_prices=options.gpu_prices,
+            gpu_budgets=options.gpu_budgets,
         )
         reconciler = Reconciler(ports, store, installation=installation, metrics=metrics)
         try:

@@ -651,6 +651,15 @@ class Autoscaling(Part):
         le=64_000,
         description="Most GPUs that the replicas may take together, schedules included. No limit when absent.",
     )
+    importance: int = Field(
+        default=50,
+        ge=1,
+        le=100,
+        description=(
+            "Weight against other objects where the installation's GPU budget is less than all want together: twice the"
+            " importance is about twice the share. Minima come first."
+        ),
+    )
     schedules: tuple[Schedule, ...] = Field(
         default=(),
         max_length=16,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidegate_operator import formula
 from tidegate_operator.objects import UnreadableInput, read_objects
 
 DESCRIPTION = """\
@@ -17,8 +18,8 @@ Tools for people who run language models with Tidegate."""
 
 EXPLAIN = """\
 Say in words what the operator saw of an LLMDeployment, what it decided and why: the mix of requests, the formula with
-its figures (so that you can recompute the number of replicas), what bounded it, and what a change of the batch settings
-was predicted and measured to do.
+its figures (worked out again, so that you can check the number of replicas), every bound in its order, and what a
+change of the batch settings was predicted and measured to do. docs/decisions-of-the-operator.md explains the figures.
 
 Reads the object, or a list of them, as JSON or YAML:
 
@@ -163,24 +164,59 @@ def _last_decision(scaling: Fields) -> Iterable[str]:
     bottleneck = decision.get("bottleneck", "None")
     if bottleneck != "None":
         yield f"    a replica is bound by: {bottleneck}"
-    yield from formula(_part(decision, "inputs"))
+    inputs = {name: value for name, value in _part(decision, "inputs").items() if isinstance(value, int | float)}
+    yield from the_sum(inputs)
     if bounded := decision.get("boundedBy"):
         yield f"    then bounded by: {', '.join(bounded)}; decided: {decision.get('replicas')}"
+    yield from the_bounds(inputs, decision.get("replicas"))
 
 
-def formula(inputs: Fields) -> Iterable[str]:
-    """The number of replicas, worked out again from the figures of the decision."""
+def the_sum(inputs: formula.Inputs) -> Iterable[str]:
+    """The number that the load asks for, worked out again from the figures of the decision."""
     names = ("arrivalsPerSecond", "backlogPerSecond", "capacityPerReplica", "correction", "headroomPercent")
-    if any(inputs.get(name) is None for name in names):
-        return
-    arrivals, backlog, capacity, correction, headroom = (float(inputs[name]) for name in names)
-    usable = capacity * correction * (1 - headroom / 100)
-    if usable <= 0:
-        return
-    yield (
-        f"    needed = (arrivals {arrivals:g} + backlog {backlog:g}) req/s / (capacity {capacity:g} x correction"
-        f" {correction:g} x (1 - headroom {headroom:g} %)) = {(arrivals + backlog) / usable:.2f} replicas"
-    )
+    if all(name in inputs for name in names):
+        arrivals, backlog, capacity, correction, headroom = (inputs[name] for name in names)
+        foreseen = f", foreseen {inputs['forecastPerSecond']:g}," if "forecastPerSecond" in inputs else ""
+        yield (
+            f"    needed = (arrivals {arrivals:g}{foreseen} + backlog {backlog:g}) req/s / (capacity {capacity:g} x"
+            f" correction {correction:g} x (1 - headroom {headroom:g} %)) = {formula.needed(inputs):.2f} replicas"
+        )
+    try:
+        needs = formula.needs(inputs)
+    except KeyError:
+        return  # by an operator of another version
+    if needs is not None:
+        current = int(inputs["currentReplicas"])
+        pods = f"{current} present, {inputs.get('lostReplicas', 0):g} of them lost, {inputs['unseenReplicas']:g} unseen"
+        yield f"    wanted {needs.wanted(current)}: {needs.up} if that adds, {needs.down} if that takes away ({pods})"
+
+
+BOUNDS = {
+    "heldReplicas": "nothing was measured, {:g} stay",
+    "stabilizationFloor": "at least {:g}, the most wanted within the window of scaling down",
+    "stabilizationCeiling": "at most {:g}, the least wanted within the window of scaling up",
+    "verifyingSettings": "none fewer while changed batch settings are watched",
+    "scaleUpLimit": "at most {:g} by the policies of scaling up",
+    "scaleDownLimit": "at least {:g} by the policies of scaling down",
+    "placeableReplicas": "at most {:g}, since pods find no node",
+    "minReplicas": "at least {:g}",
+    "maxReplicas": "at most {:g}",
+    "specReplicas": "{:g} as the object says",
+}
+"""Words for the figures that bounds went by, in the order in which they hold."""
+
+
+def the_bounds(inputs: formula.Inputs, decided: object) -> Iterable[str]:
+    """Every bound that was looked at, and the number that they leave."""
+    told = [words.format(inputs[name]) for name, words in BOUNDS.items() if name in inputs]
+    try:
+        needs = formula.needs(inputs)
+        current = int(inputs["currentReplicas"])
+        replicas = formula.bounded(inputs, None if needs is None else needs.wanted(current))
+    except KeyError:
+        return  # by an operator of another version
+    verdict = "" if replicas == decided else f", though {decided} was decided: by an operator of another version"
+    yield f"    {'; '.join(told) or 'no bound'}: {replicas}{verdict}"
 
 
 def _effect(scaling: Fields) -> Iterable[str]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings
+from tidegate_operator.forecast import Forecast, dump_forecast, load_forecast
+from tidegate_operator.zero import ZeroState, dump_zero, load_zero
 
 VERSION = 1
 MAX_HISTORY = 40
@@ -70,6 +72,8 @@ class Memory:
     corrected_at: float | None = None
     corrected_for: tuple[float, ...] = ()
     """The mix under which the correction was found; it holds for no other."""
+    forecast: Forecast = field(default_factory=Forecast)
+    zero: ZeroState = field(default_factory=ZeroState)
 
     @property
     def last_scale_at(self) -> float | None:
@@ -97,6 +101,8 @@ def load_memory(data: Mapping[str, object]) -> Memory:
             correction=_number(data.get("correction")) or 1.0,
             corrected_at=_number(data.get("correctedAt")),
             corrected_for=tuple(float(item) for item in _list(data.get("correctedFor"))),
+            forecast=load_forecast(data.get("forecast")),
+            zero=load_zero(data.get("zero")),
         )
     except (TypeError, ValueError, KeyError):
         return Memory()
@@ -129,6 +135,8 @@ def dump_memory(memory: Memory) -> dict[str, object]:
         "correction": None if memory.correction == 1 else memory.correction,
         "correctedAt": _stamp(memory.corrected_at),
         "correctedFor": list(memory.corrected_for) or None,
+        "forecast": dump_forecast(memory.forecast) or None,
+        "zero": dump_zero(memory.zero),
     }
     return {name: value for name, value in data.items() if value is not None}
 

@@ -137,6 +137,10 @@ class Observation:
     metrics_state: MetricsState = MetricsState.ABSENT
     metrics_message: str = ""
     engine: EngineInfo | None = None
+    held_requests: float | None = None
+    """Requests that the gateway holds since no pod is ready; None where there is no gateway or it does not answer."""
+    granted_gpus: int | None = None
+    """GPUs that this object may take, where objects want more of a kind than there are; None without such a bound."""
     start_seconds: float | None = None
     """Measured time from creation to Ready, the slowest of the recent pods."""
     rollout_in_progress: bool = False

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from tidegate_operator import formula
 from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
 from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.forecast import Foreseen, foresee, interrupt, observe
 from tidegate_operator.formula import Needs, figure
 from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
@@ -47,10 +48,13 @@ from tidegate_operator.observation import (
 )
 from tidegate_operator.prior import PRIOR_ERROR
 from tidegate_operator.tuning import Tuning, is_near, moments_of, significant, tune
+from tidegate_operator.zero import ScaleToZero, may_sleep, must_wake, watch
 
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
 UNKNOWN_START_SECONDS = 30
+WAKING_REPLICAS = 2
+"""From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
 FULL_SLOTS = 0.9
 FULL_KV = 0.8
@@ -80,6 +84,9 @@ class Context:
     """Needed when unseen replicas idle and the settings reach their aim: a reason to add."""
     want_down: int | None = None
     """Needed when unseen replicas are full, with a margin: more than this may go."""
+    zero: ScaleToZero | None = None
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    """The most that is believed to arrive within the time that a replica needs to start."""
     reason: str = "AsWanted"
     message: str = ""
     bounded_by: tuple[str, ...] = ()
@@ -99,9 +106,14 @@ class Context:
 Rule = Callable[[Context], Context]
 
 
-def decide(spec: Spec, observation: Observation, memory: Mapping[str, object]) -> Decision:
-    """Choose replicas and settings. Same input, same answer; `Decision.memory` is the next call's `memory`."""
-    context = begin(spec, observation, load_memory(memory))
+def decide(
+    spec: Spec, observation: Observation, memory: Mapping[str, object], *, zero: ScaleToZero | None = None
+) -> Decision:
+    """Choose replicas and settings. Same input, same answer; `Decision.memory` is the next call's `memory`.
+
+    With `zero` the last replica goes after a time without requests, and comes back for those that the gateway holds.
+    """
+    context = replace(begin(spec, observation, load_memory(memory)), zero=zero)
     for rule in RULES:
         if not context.final or rule in ALWAYS:
             context = rule(context)
@@ -119,7 +131,12 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:
             scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
-    limits = limits_at(spec, observation.now, start_seconds=observation.start_seconds or UNKNOWN_START_SECONDS)
+    limits = limits_at(
+        spec,
+        observation.now,
+        start_seconds=observation.start_seconds or UNKNOWN_START_SECONDS,
+        granted_gpus=observation.granted_gpus,
+    )
     tuning = tune(spec, observation, memory=memory, scene=scene, active=fresh and not spec.autoscaling.paused)
     return Context(
         spec=spec,
@@ -194,6 +211,38 @@ def stand_still_when_paused(context: Context) -> Context:
     return replace(context, reason="ScalingPaused", message=message, final=True)
 
 
+def sleep_and_wake(context: Context) -> Context:
+    """To zero after a time without any request, from zero as soon as one is held. Unknown is neither."""
+    asked, observation = context.zero, context.observation
+    if asked is None or context.spec.autoscaling.mode not in (ScalingMode.AUTO, ScalingMode.OBSERVE):
+        return context
+    state = watch(context.memory.zero, observation)
+    context = replace(context, memory=replace(context.memory, zero=state))
+    held = observation.held_requests
+    if context.current > 0:
+        if not may_sleep(state, observation, asked):
+            return context
+        message = f"no request for {asked.idle_seconds:.0f} s"
+        return replace(_at_zero(context), reason="Idle", message=message)
+    if not must_wake(state, observation):
+        message = "no request is held" if held is not None else "it is unknown whether requests are held"
+        return replace(_at_zero(context), reason="ScaledToZero", message=message)
+    if not state.proven:
+        return context
+    # Up to as many as take all that are held into their batches at once: each further start would find nothing to do.
+    batches = math.ceil((held or 0.0) / context.tuning.settings.max_num_seqs)
+    most = max(context.limits.low, WAKING_REPLICAS)
+    replicas = min(max(context.limits.low, batches), most, context.limits.high)
+    message = f"{held or 0:.0f} requests are held"
+    return replace(context, replicas=replicas, reason="RequestsHeld", message=message, final=True)
+
+
+def _at_zero(context: Context) -> Context:
+    """At zero no bound holds, and the window of wants starts anew."""
+    limits = replace(context.limits, low=0, low_rule="ScaledToZero")
+    return replace(context, replicas=0, memory=_unwatched(context.memory), limits=limits, final=True)
+
+
 def start_with_minimum(context: Context) -> Context:
     """No replica is asked for yet: begin with the fewest allowed."""
     if context.current > 0:
@@ -211,9 +260,9 @@ def hold_without_metrics(context: Context) -> Context:
         return replace(context, memory=replace(memory, missing_since=None))
     if observation.count(ReplicaPhase.READY) == 0:
         message = "no replica is ready yet, so there is nothing to measure"
-        return replace(context, memory=forget_wants(memory), reason="WaitingForReplicas", message=message, final=True)
+        return replace(context, memory=_unwatched(memory), reason="WaitingForReplicas", message=message, final=True)
     since = context.now if memory.missing_since is None else memory.missing_since
-    context = replace(context, memory=replace(forget_wants(memory), missing_since=since), final=True)
+    context = replace(context, memory=replace(_unwatched(memory), missing_since=since), final=True)
     on_missing = context.spec.metrics.on_missing
     stale = observation.metrics_state == MetricsState.STALE
     reason = "MetricsStale" if stale else "MetricsMissing"
@@ -223,6 +272,10 @@ def hold_without_metrics(context: Context) -> Context:
         message = f"no fresh metrics for {on_missing.hold_seconds} s; at least {replicas} replicas{detail}"
         return replace(context, replicas=replicas, reason=f"{reason}Fallback", message=message)
     return replace(context, reason=reason, message=f"no fresh metrics; {context.current} replicas stay{detail}")
+
+
+def _unwatched(memory: Memory) -> Memory:
+    return replace(forget_wants(memory), forecast=interrupt(memory.forecast))
 
 
 # --- what is needed --------------------------------------------------------------------------------------------------
@@ -277,12 +330,12 @@ def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> f
 def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str, float]:
     """What the formula takes where a capacity is known: the arriving work, the backlog, what one replica carries."""
     spec, memory = context.spec, context.memory
-    drain = drain_seconds(spec, context.observation)
+    arrivals, drain = sum(demand.arrivals_per_second.values()), drain_seconds(spec, context.observation)
     plan = context.tuning.plan if context.tuning.reason else None
     figures = {
         **context.inputs,
         **tolerances(spec),
-        "arrivalsPerSecond": sum(demand.arrivals_per_second.values()),
+        "arrivalsPerSecond": arrivals,
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "correction": memory.correction,
@@ -292,6 +345,8 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
     }
     if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
         figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
+    if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
+        figures["forecastPerSecond"] = context.foreseen.work / context.scene.marginal_seconds
     return {name: figure(value) for name, value in figures.items()}
 
 
@@ -341,6 +396,26 @@ def replicas_to_fit(context: Context, demand: Demand) -> int:
     return math.ceil(max(counts) - 1e-9)
 
 
+def look_ahead(context: Context) -> Context:
+    """What has proven to come at this time of the day, or to follow such a rise, within the time of a start."""
+    demand, scene, memory = context.observation.demand, context.scene, context.memory
+    if demand is None or scene is None:
+        return context
+    start = context.observation.start_seconds or UNKNOWN_START_SECONDS
+    lead = start + context.spec.autoscaling.sync_period_seconds
+    arrivals = sum(demand.arrivals_per_second.values())
+    forecast = observe(
+        memory.forecast,
+        now=context.now,
+        work=arrivals * scene.marginal_seconds,
+        requests=arrivals * demand.window_seconds,
+        lead_seconds=lead,
+    )
+    # By what was known before this look, so that what is foreseen does not depend on the load of this moment.
+    foreseen = foresee(memory.forecast, now=context.now, lead_seconds=lead)
+    return replace(context, memory=replace(memory, forecast=forecast), foreseen=foreseen)
+
+
 def need_by_model(context: Context) -> Context:
     """Demand over capacity."""
     demand, capacity = context.observation.demand, context.capacity
@@ -349,8 +424,11 @@ def need_by_model(context: Context) -> Context:
     figures = figures_of(context, demand, capacity)
     needed = formula.needed(figures)
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
+    arriving = f"{figures['arrivalsPerSecond']:.3g}"
+    if "forecastPerSecond" in figures:
+        arriving += f" rising to {figures['forecastPerSecond']:.3g} by its {context.foreseen.by}"
     message = (
-        f"({figures['arrivalsPerSecond']:.3g} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
+        f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
         f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
         f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
@@ -459,11 +537,19 @@ def move_to_wanted(context: Context) -> Context:
     if context.wanted > context.current:
         backlog = context.inputs.get("backlogPerSecond", 0.0) > context.inputs.get("arrivalsPerSecond", 0.0)
         reason = "SignalAboveTarget" if unseen_only else "BacklogAboveTarget" if backlog else "DemandAboveCapacity"
+        if _is_wanted_for_forecast_only(context):
+            reason = "LoadForeseen"
         if context.memory.corrected_at == context.now:
             reason = "TargetMissed"
     else:
         reason = "SignalBelowTarget" if unseen_only else "DemandBelowCapacity"
     return replace(context, replicas=context.wanted, reason=reason)
+
+
+def _is_wanted_for_forecast_only(context: Context) -> bool:
+    present = {name: value for name, value in context.inputs.items() if name != "forecastPerSecond"}
+    found = formula.needs(present)
+    return len(present) < len(context.inputs) and found is not None and found.up <= context.current
 
 
 def _waiting(context: Context) -> bool:
@@ -623,9 +709,11 @@ def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
 RULES: tuple[Rule, ...] = (
     let_others_decide,
     stand_still_when_paused,
+    sleep_and_wake,
     start_with_minimum,
     hold_without_metrics,
     correct_by_measurement,
+    look_ahead,
     need_by_model,
     need_when_idle,
     need_by_reaction,

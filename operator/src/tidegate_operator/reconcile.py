@@ -44,12 +44,16 @@ from tidegate_operator.resources import (
     content_version,
     slim,
 )
+from tidegate_operator.shares import Claim, granted_gpus
 from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
 STALE_RETRY_SECONDS = 0.2
 IDLE_RECHECK_SECONDS = 60.0
 """Without a ready pod there is nothing to measure: the watches bring what matters."""
+
+SHARES_SECONDS = 5.0
+"""Shares of a GPU budget hold so long: they are everybody's, and with many objects too dear for every pass."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +114,8 @@ class Installation:
     defaults: render.Defaults
     prometheus_url: str | None
     gpu_prices: Prices = field(default_factory=Prices)
+    gpu_budgets: Mapping[str, int] = field(default_factory=dict)
+    """Most GPUs for all objects together, by resource name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,7 @@ class Reconciler:
         self._applied: dict[Key, dict[str, tuple[str, str]]] = {}
         self._specs: dict[Key, tuple[str, int, Spec]] = {}
         self._settled: dict[Key, _Settled] = {}
+        self._shares: dict[str, tuple[float, dict[str, int]]] = {}
         self._events = EventBudget()
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -175,7 +182,7 @@ class Reconciler:
             await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
-        observation = await self._observe(target, now=now)
+        observation = replace(await self._observe(target, now=now), granted_gpus=self._granted_gpus(target, now))
         memory = status.memory_of(previous)
         if observation.demand is None:
             decision = policy.decide(spec, observation, memory)
@@ -255,6 +262,37 @@ class Reconciler:
         seen = observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
         product = None if seen.engine is None else seen.engine.gpu_product
         return replace(seen, price=price_of(product, self._installation.gpu_prices))
+
+    def _granted_gpus(self, target: Target, now: float) -> int | None:
+        """The object's share where the installation has a budget for its kind of GPU."""
+        gpu = target.spec.resources.gpu
+        budget = self._installation.gpu_budgets.get(gpu.resource_name)
+        if budget is None or gpu.count == 0:
+            return None
+        name = f"{target.namespace}/{target.name}"
+        at, shares = self._shares.get(gpu.resource_name, (0.0, {}))
+        if name not in shares or not 0 <= now - at < SHARES_SECONDS:
+            keys = self._store.addresses(LLM_DEPLOYMENTS)
+            claims = filter(None, (self._claim(key, gpu.resource_name) for key in keys))
+            shares = granted_gpus(claims, gpus=budget, now=now)
+            self._shares[gpu.resource_name] = now, shares
+        return shares.get(name)
+
+    def _claim(self, key: Key, resource_name: str) -> Claim | None:
+        """What an object claims of a kind of GPU; None when nothing."""
+        seen = self._store.get(LLM_DEPLOYMENTS, key)
+        if seen is None or "deletionTimestamp" in seen["metadata"]:
+            return None
+        try:
+            spec = self._spec_of(key, seen)
+        except InvalidSpec:
+            return None
+        if spec.resources.gpu.resource_name != resource_name:
+            return None
+        deployment = self._store.get(DEPLOYMENTS, key)
+        held = 0 if deployment is None else int(deployment["spec"].get("replicas", 0))
+        wanted = seen["status"].get("autoscaling", {}).get("wantedReplicas")
+        return Claim(f"{key[0]}/{key[1]}", spec, held, wanted)
 
     def _own_deployment(self, target: Target) -> Manifest | None:
         deployment = self._store.get(DEPLOYMENTS, (target.namespace, target.name))

@@ -26,6 +26,8 @@ class Settings:
     engine_image_pull_policy: str
     engine_run_as_user: int | None
     """None where the cluster assigns user ids itself (OpenShift)."""
+    gpu_budgets: Mapping[str, int]
+    """Most GPUs that all objects may take together, by the name under which nodes offer them; the rest is unbounded."""
     prometheus_url: str | None
     """For objects that give none; None means that the pods are scraped."""
     admin_key_secret: str
@@ -86,6 +88,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         engine_image=required("TIDEGATE_ENGINE_IMAGE"),
         engine_image_pull_policy=environment.get("TIDEGATE_ENGINE_IMAGE_PULL_POLICY", "").strip() or "IfNotPresent",
         engine_run_as_user=run_as_user,
+        gpu_budgets=_budgets(environment.get("TIDEGATE_GPU_BUDGETS", "")),
         prometheus_url=environment.get("TIDEGATE_PROMETHEUS_URL", "").strip() or None,
         admin_key_secret=required("TIDEGATE_ADMIN_KEY_SECRET"),
         metrics_port=int(number("TIDEGATE_METRICS_PORT", 9090, (0, 65535))),
@@ -96,3 +99,13 @@ def read(environment: Mapping[str, str]) -> Settings:
         pod_name=environment.get("HOSTNAME", "").strip() or "tidegate-operator",
         gpu_prices=prices,
     )
+
+
+def _budgets(text: str) -> dict[str, int]:
+    budgets = {}
+    for part in filter(None, (item.strip() for item in text.split(","))):
+        name, _, count = part.rpartition("=")
+        if not name or not count.isdecimal():
+            raise SettingsError(f"TIDEGATE_GPU_BUDGETS holds {part!r}; give NAME=COUNT, such as nvidia.com/gpu=16")
+        budgets[name] = int(count)
+    return budgets
