@@ -380,10 +380,15 @@ class Scheduler:
         if self._waiting and (len(running) < self._settings.max_num_seqs or self._must_yield()):
             return 0
         sees_all = self.blocks.sees_all
-        most = sys.maxsize
+        most, last_token_at = sys.maxsize, running[0].last_token_at
+        if last_token_at is None:
+            return 0
         for request in running:
             output_tokens = request.output_tokens
             if request.prompt_tokens + output_tokens - request.num_computed != 1 or not sees_all(request):
+                return 0
+            # A first token is an event, and so is one after a pause: a chunk may have left one token of a prompt.
+            if request.last_token_at != last_token_at:
                 return 0
             if request.max_tokens - output_tokens < most:
                 most = request.max_tokens - output_tokens
