@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
-from tidegate_kernels.quantised import INT8_MAX
+from tidegate_kernels.quantised import FP8_BLOCK, INT8_MAX, Fp8, Int8
 from tidegate_kernels.weight import Weight, linear
 
 View = tuple[int, int]
@@ -68,6 +68,46 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """`gelu(gate) * up` of `[T, 2 * inner]`, the gate in the first half, by the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Activations in FP8 or INT8, as they are multiplied with weights in the same type."""
+
+    codes: Tensor
+    """`[T, in]`"""
+    scales: Tensor
+    """fp32 `[T, 1]`, or `[T, ⌈in / group⌉]` with a scale for each so many columns."""
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype, *, group: int | None = None) -> QuantisedRows:
+    """`[T, in]` in FP8 or INT8, a scale for each row or for each `group` columns of it."""
+    rows, columns = x.shape
+    group = group or columns
+    padded = F.pad(x.float(), (0, -columns % group)).view(rows, -(-columns // group), group)
+    scales = scales_of(padded, largest=FP8_MAX if dtype == FP8 else INT8_MAX)
+    codes = padded / scales
+    codes = to_fp8(codes) if dtype == FP8 else codes.round_().to(torch.int8)
+    return QuantisedRows(codes.flatten(1)[:, :columns].contiguous(), scales[..., 0])
+
+
+def scaled_linear(
+    x: QuantisedRows, weight: Fp8 | Int8, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`x @ weight.T + bias` of activations and weights in the same codes, `[T, out]` of the type `dtype`.
+
+    Sums of codes are made in double precision: exact where the codes are whole numbers.
+    """
+    if isinstance(weight, Fp8) and weight.in_blocks:
+        product = x.codes.new_zeros((len(x.codes), weight.shape[0]), dtype=torch.float64)
+        owner = torch.arange(weight.shape[0]) // FP8_BLOCK
+        for index, first in enumerate(range(0, weight.shape[1], FP8_BLOCK)):
+            columns = slice(first, first + FP8_BLOCK)
+            part = x.codes[:, columns].double() @ weight.codes[:, columns].double().T
+            product += part * x.scales[:, index, None] * weight.scales[owner, index]
+    else:
+        product = (x.codes.double() @ weight.codes.double().T) * x.scales * weight.scales[:, 0]
+    return (product if bias is None else product + bias).to(dtype)
 
 
 def route(scores: Tensor, *, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
