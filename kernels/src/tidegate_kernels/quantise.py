@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidegate_kernels.reference import QuantisedRows
+from tidegate_kernels.reference import Code, QuantisedRows
 from tidegate_kernels.rounding import LARGEST, quantise_runs
 
 MAX_COLUMNS = 1 << 15
@@ -59,15 +59,14 @@ def quantise_kernel(
     store_codes(values, codes + row * COLUMNS, scales + row * held, COLUMNS, GROUP, LARGEST, INTERPRETED)
 
 
-def quantise_rows(x: Tensor, dtype: torch.dtype, *, group: int | None = None) -> QuantisedRows:
-    """`[T, in]` in FP8 or INT8, as `reference.quantise_rows` does; `group`: a power of two.
+def quantise_rows(x: Tensor, code: Code) -> QuantisedRows:
+    """`[T, in]` as codes, as `reference.quantise_rows` makes them; their groups: a power of two.
 
     Raises ValueError where a row does not lie in one piece or is longer than MAX_COLUMNS.
     """
     rows, columns = x.shape
-    if x.stride(1) != 1:
-        raise ValueError("a row's values must lie side by side; their stride is not 1")
-    found = new_rows(rows, columns, dtype, group=group, device=x.device)
+    check_rows(x)
+    found = new_rows(rows, columns, code, device=x.device)
     if rows:
         quantise_kernel[(rows,)](
             x,
@@ -75,24 +74,30 @@ def quantise_rows(x: Tensor, dtype: torch.dtype, *, group: int | None = None) ->
             found.scales,
             x.stride(0),
             COLUMNS=columns,
-            **tiling(columns, group),
-            LARGEST=LARGEST[dtype],
+            **tiling(columns, code.group),
+            LARGEST=LARGEST[code.dtype],
             INTERPRETED=triton.knobs.runtime.interpret,
         )
     return found
 
 
-def new_rows(rows: int, columns: int, dtype: torch.dtype, *, group: int | None, device: torch.device) -> QuantisedRows:
-    """Memory for `quantise_rows`' result, which nothing was written to."""
-    groups = 1 if group is None else -(-columns // group)
+def check_rows(x: Tensor) -> None:
+    """Raises ValueError where a row does not lie in one piece."""
+    if x.stride(1) != 1:
+        raise ValueError("a row's values must lie side by side; their stride is not 1")
+
+
+def new_rows(rows: int, columns: int, code: Code, *, device: torch.device) -> QuantisedRows:
+    """Memory for a result, which nothing was written to."""
+    groups = 1 if code.group is None else -(-columns // code.group)
     return QuantisedRows(
-        torch.empty((rows, columns), dtype=dtype, device=device),
+        torch.empty((rows, columns), dtype=code.dtype, device=device),
         torch.empty((rows, groups), dtype=torch.float32, device=device),
     )
 
 
 def tiling(columns: int, group: int | None) -> dict[str, int]:
-    """How a row is held: its GROUP and GROUPS, and warps for about 32 values a thread. Raises ValueError."""
+    """How a program holds a row: its GROUP and GROUPS, and warps for about 32 values a thread. Raises ValueError."""
     padded = triton.next_power_of_2(columns)
     if padded > MAX_COLUMNS:
         raise ValueError(f"rows of {columns} columns; one program holds at most {MAX_COLUMNS}")

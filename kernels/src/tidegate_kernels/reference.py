@@ -71,6 +71,14 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Code:
+    """What activations are brought to: FP8 or INT8, with a scale for each row, or for each `group` columns of it."""
+
+    dtype: torch.dtype
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QuantisedRows:
     """Activations in FP8 or INT8, as they are multiplied with weights in the same type."""
 
@@ -80,15 +88,29 @@ class QuantisedRows:
     """fp32 `[T, 1]`, or `[T, ⌈in / group⌉]` with a scale for each so many columns."""
 
 
-def quantise_rows(x: Tensor, dtype: torch.dtype, *, group: int | None = None) -> QuantisedRows:
-    """`[T, in]` in FP8 or INT8, a scale for each row or for each `group` columns of it."""
+def quantise_rows(x: Tensor, code: Code) -> QuantisedRows:
+    """`[T, in]` as codes."""
     rows, columns = x.shape
-    group = group or columns
+    group = code.group or columns
     padded = F.pad(x.float(), (0, -columns % group)).view(rows, -(-columns // group), group)
-    scales = scales_of(padded, largest=FP8_MAX if dtype == FP8 else INT8_MAX)
+    scales = scales_of(padded, largest=FP8_MAX if code.dtype == FP8 else INT8_MAX)
     codes = padded / scales
-    codes = to_fp8(codes) if dtype == FP8 else codes.round_().to(torch.int8)
+    codes = to_fp8(codes) if code.dtype == FP8 else codes.round_().to(torch.int8)
     return QuantisedRows(codes.flatten(1)[:, :columns].contiguous(), scales[..., 0])
+
+
+def norm_and_quantise(
+    x: Tensor, weight: Tensor, code: Code, *, eps: float, residual: Tensor | None = None
+) -> QuantisedRows:
+    """`rms_norm` or, with a residual, `add_rms_norm`, in fp32 up to the codes."""
+    if residual is not None:
+        x = residual.add_(x)
+    return quantise_rows(rms_norm(x.float(), weight.float(), eps=eps), code)
+
+
+def gate_and_quantise(gate_up: Tensor, code: Code, *, activation: str) -> QuantisedRows:
+    """`silu_mul` ("silu") or `gelu_mul` ("gelu_tanh"), in fp32 up to the codes."""
+    return quantise_rows({"silu": silu_mul, "gelu_tanh": gelu_mul}[activation](gate_up.float()), code)
 
 
 def scaled_linear(

@@ -10,7 +10,7 @@ from tidegate_kernels import reference
 from tidegate_kernels.block_scaled_gemm import scaled_linear
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.quantised import FP8_BLOCK, quantise_fp8, quantise_fp8_blocks
-from tidegate_kernels.reference import quantise_rows
+from tidegate_kernels.reference import Code, quantise_rows
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 Shape = tuple[int, int, int]
@@ -29,7 +29,7 @@ def test_products_of_any_shape_are_the_references(shape: Shape) -> None:
     generator = torch.Generator().manual_seed(out)
     # Blocks of very different size: a scale taken from the wrong one is far off.
     sizes = torch.arange(depth) // FP8_BLOCK * 4.0 + 1
-    x = quantise_rows(torch.randn(rows, depth, generator=generator) / sizes, FP8, group=FP8_BLOCK)
+    x = quantise_rows(torch.randn(rows, depth, generator=generator) / sizes, Code(FP8, FP8_BLOCK))
     values = torch.randn(out, depth, generator=generator) * sizes
     weight = quantise_fp8_blocks(values * (torch.arange(out)[:, None] // FP8_BLOCK + 1))
     bias = torch.randn(out, generator=generator) if rows % 2 else None
@@ -42,14 +42,14 @@ def test_the_reference_is_the_product_of_what_the_codes_stand_for() -> None:
     generator = torch.Generator().manual_seed(1)
     x, values = torch.randn(3, 200, generator=generator), torch.randn(150, 200, generator=generator)
     weight = quantise_fp8_blocks(values)
-    found = reference.scaled_linear(quantise_rows(x, FP8, group=FP8_BLOCK), weight)
+    found = reference.scaled_linear(quantise_rows(x, Code(FP8, FP8_BLOCK)), weight)
     torch.testing.assert_close(found, weight.multiply(x, None), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, x @ values.T, rtol=0.2, atol=2.0)
 
 
 def test_scales_of_rows_are_refused() -> None:
-    x = quantise_rows(torch.ones(2, 256), FP8)
+    x = quantise_rows(torch.ones(2, 256), Code(FP8))
     with pytest.raises(ValueError, match="scaled_gemm"):
         scaled_linear(x, quantise_fp8_blocks(torch.ones(8, 256)))
     with pytest.raises(ValueError, match="scaled_gemm"):
-        scaled_linear(quantise_rows(torch.ones(2, 256), FP8, group=FP8_BLOCK), quantise_fp8(torch.ones(8, 256)))
+        scaled_linear(quantise_rows(torch.ones(2, 256), Code(FP8, FP8_BLOCK)), quantise_fp8(torch.ones(8, 256)))

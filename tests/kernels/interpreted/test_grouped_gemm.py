@@ -11,7 +11,7 @@ from tidegate_kernels import reference
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.grouped_gemm import ExpertWeights, grouped_linear, tiles_for
 from tidegate_kernels.quantised import quantise_fp8, quantise_int8
-from tidegate_kernels.reference import QuantisedRows, quantise_rows
+from tidegate_kernels.reference import Code, QuantisedRows, quantise_rows
 from tidegate_kernels.weight import Dense
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
@@ -46,7 +46,7 @@ def test_each_row_meets_its_experts_matrix(counts: tuple[int, ...], shape: tuple
 def test_codes_are_scaled_by_their_row_and_by_their_experts(dtype: torch.dtype) -> None:
     counts = (3, 0, 18)
     generator = torch.Generator().manual_seed(2)
-    x = quantise_rows(torch.randn(21, 96, generator=generator), dtype)
+    x = quantise_rows(torch.randn(21, 96, generator=generator), Code(dtype))
     values = torch.randn(3, 40, 96, generator=generator) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     experts = [quantise_fp8(value) if dtype == FP8 else quantise_int8(value) for value in values]
     # torch.stack has no FP8.
@@ -68,7 +68,7 @@ def test_rows_behind_the_last_experts_are_left_alone() -> None:
 
 
 def test_operands_that_do_not_belong_together_are_refused() -> None:
-    x = quantise_rows(torch.ones(2, 32), torch.int8)
+    x = quantise_rows(torch.ones(2, 32), Code(torch.int8))
     with pytest.raises(ValueError, match="both must be in one"):
         grouped_linear(x, ExpertWeights(torch.ones(1, 8, 32)), starts_of((2,)))
     with pytest.raises(ValueError, match="in one piece"):

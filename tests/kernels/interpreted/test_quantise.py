@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tidegate_kernels import reference
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.quantise import MAX_COLUMNS, quantise_rows
-from tidegate_kernels.reference import QuantisedRows
+from tidegate_kernels.reference import Code, QuantisedRows
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 
@@ -42,22 +42,22 @@ def test_rows_of_any_length_get_the_references_codes_and_scales(
     generator = torch.Generator().manual_seed(seed)
     # Slices of something longer: rows lie apart.
     x = torch.randn(rows, columns + 3, generator=generator).mul_(magnitude).to(source)[:, :columns]
-    assert_same(quantise_rows(x, dtype, group=group), reference.quantise_rows(x, dtype, group=group))
+    assert_same(quantise_rows(x, Code(dtype, group)), reference.quantise_rows(x, Code(dtype, group)))
 
 
 def test_a_group_has_a_scale_of_its_own_whatever_its_neighbours_hold() -> None:
     x = torch.ones(1, 256)
     x[0, :128] = 1e-3
     x[0, 255] = 1e3
-    found = quantise_rows(x, torch.int8, group=128)
+    found = quantise_rows(x, Code(torch.int8, 128))
     assert found.scales[0].tolist() == pytest.approx([1e-3 / 127, 1e3 / 127])
     assert found.codes[0, :128].eq(127).all()
 
 
 def test_what_one_program_cannot_hold_or_does_not_lie_in_one_piece_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        quantise_rows(torch.ones(1, MAX_COLUMNS + 1), FP8)
+        quantise_rows(torch.ones(1, MAX_COLUMNS + 1), Code(FP8))
     with pytest.raises(ValueError, match="power of two"):
-        quantise_rows(torch.ones(1, 96), FP8, group=96)
+        quantise_rows(torch.ones(1, 96), Code(FP8, 96))
     with pytest.raises(ValueError, match="side by side"):
-        quantise_rows(torch.ones(8, 2).T, FP8)
+        quantise_rows(torch.ones(8, 2).T, Code(FP8))

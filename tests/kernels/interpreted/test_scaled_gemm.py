@@ -10,7 +10,7 @@ from torch import Tensor
 from tidegate_kernels import reference
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.quantised import Fp8, Int8, quantise_fp8, quantise_fp8_blocks, quantise_int8
-from tidegate_kernels.reference import QuantisedRows, quantise_rows
+from tidegate_kernels.reference import Code, QuantisedRows, quantise_rows
 from tidegate_kernels.scaled_gemm import scaled_linear, tiles_for, uses_library
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
@@ -39,7 +39,7 @@ def operands(shape: Shape, dtype: torch.dtype) -> tuple[QuantisedRows, Fp8 | Int
     x = torch.randn(rows, depth, generator=generator) * torch.rand(rows, 1, generator=generator).mul_(10).exp_()
     values = torch.randn(out, depth, generator=generator)
     weight = quantise_fp8(values) if dtype == FP8 else quantise_int8(values)
-    return quantise_rows(x, dtype), weight, torch.randn(out, generator=generator)
+    return quantise_rows(x, Code(dtype)), weight, torch.randn(out, generator=generator)
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
