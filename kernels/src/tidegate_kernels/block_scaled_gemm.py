@@ -19,7 +19,21 @@ from torch import Tensor
 
 from tidegate_kernels.quantised import FP8_BLOCK, Fp8
 from tidegate_kernels.reference import QuantisedRows
-from tidegate_kernels.scaled_gemm import tile_of, tiles_for
+from tidegate_kernels.scaled_gemm import Tiles, architecture_now, tile_of
+
+
+def tiles_for(rows: int, architecture: int) -> Tiles:
+    """A heuristic, not measured: what spills no registers, which one block's sums take beside the whole one's.
+
+    COLUMNS divides FP8_BLOCK: all columns of a program lie in one block of rows of the weight.
+    """
+    if rows <= 16:
+        return Tiles(rows=16, columns=32, depth=FP8_BLOCK, warps=4, stages=4)
+    if rows <= 64:
+        return Tiles(rows=64, columns=64, depth=FP8_BLOCK, warps=4, stages=4)
+    # mma.sync wants operands in registers; wgmma and tcgen05 take them from shared memory.
+    in_registers = architecture // 10 not in (9, 10)
+    return Tiles(rows=128, columns=64 if in_registers else 128, depth=FP8_BLOCK, warps=8, stages=3)
 
 
 @triton.jit
@@ -57,7 +71,6 @@ def block_scaled_kernel(
         a = tl.load(x[:, None] + place[None, :], mask=row_mask, other=0.0)
         b = tl.load(weights[None, :] + place[:, None], mask=column_mask, other=0.0)
         row_scales = tl.load(scales + rows * blocks + block, mask=is_row, other=0.0)
-        # All columns of a program lie in one block of rows of the weight.
         scale = tl.load(weight_scales + column_tile * COLUMNS // BLOCK * blocks + block)
         total += tl.dot(a, b) * (row_scales * scale)[:, None]
     if bias is not None:
@@ -83,7 +96,7 @@ def scaled_linear(
     output = torch.empty((count, out), dtype=dtype, device=x.codes.device)
     if count == 0:
         return output
-    tiles = tiles_for(count)
+    tiles = tiles_for(count, architecture_now())
     block_scaled_kernel[(triton.cdiv(count, tiles.rows) * triton.cdiv(out, tiles.columns),)](
         x.codes,
         x.scales,

@@ -181,6 +181,9 @@ def uses_library(rows: int, weight: Fp8 | Int8, dtype: torch.dtype) -> bool:
     """Whether the table says so, and the library takes these shapes and this result; never under the interpreter."""
     least = LIBRARY_FROM_ROWS[weight.codes.dtype]
     divides = all(size % LIBRARY_MULTIPLE == 0 for size in weight.shape)
-    if triton.knobs.runtime.interpret or least is None or rows < least or not divides or dtype != torch.bfloat16:
-        return False
-    return bool(driver.active.get_current_target().arch >= 89)
+    return least is not None and rows >= least and divides and dtype == torch.bfloat16 and architecture_now() >= 89
+
+
+def architecture_now() -> int:
+    """That of the current GPU, 90 for sm_90; 0 under the interpreter."""
+    return 0 if triton.knobs.runtime.interpret else int(driver.active.get_current_target().arch)
