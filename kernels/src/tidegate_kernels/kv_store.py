@@ -15,40 +15,12 @@ Memory: each value is read once and written once; a quantised cache needs no sec
 new keys and values again. Source: `reference.store_kv`, whose scales are those of the engine's quantised caches.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidegate_kernels.float8 import FP8, FP8_MAX
-from tidegate_kernels.quantised import INT8_MAX
 from tidegate_kernels.reference import Cache
-
-LARGEST = {FP8: FP8_MAX, torch.int8: float(INT8_MAX)}
-"""Of the types that a cache can be quantised to."""
-
-
-@triton.jit
-def nearest_e4m3(x: tl.tensor) -> tl.tensor:
-    """`x` within ±448 rounded to a number that e4m3 has, ties to even; the interpreter's own cast does not round so."""
-    bits = x.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    # Below 2⁻⁶ numbers are 2⁻⁹ apart: so are fp32's around 1.5 · 2¹⁴.
-    small = ((tl.abs(x) + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | (bits & -0x80000000)
-    return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def quantise(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """`x / scale` as fp32 within ±LARGEST, rounded to integers where LARGEST is int8's."""
-    codes = tl.div_rn(x, scale)
-    codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
-    if LARGEST == 127.0:
-        # fp32's numbers around 1.5 · 2²³ are the integers; ties go to even ones.
-        codes = (codes + 12582912.0) - 12582912.0
-    elif INTERPRETED:
-        codes = nearest_e4m3(codes)
-    return codes
+from tidegate_kernels.rounding import LARGEST, quantise_runs
 
 
 @triton.jit
@@ -68,10 +40,8 @@ def _store(
     held = (heads < HEADS)[:, None] & (dims < SIZE)[None, :]
     x = tl.load(new + heads[:, None] * head_stride + dims[None, :], mask=held, other=0.0)
     if LARGEST is not None:
-        x = x.to(tl.float32)
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12), tl.full(heads.shape, LARGEST, tl.float32))
+        x, scale = quantise_runs(x.to(tl.float32), LARGEST, INTERPRETED)
         tl.store(scales + places, scale, mask=heads < HEADS)
-        x = quantise(x, tl.broadcast_to(scale[:, None], x.shape), LARGEST, INTERPRETED)
     tl.store(cache + places[:, None] * SIZE + dims[None, :], x.to(cache.dtype.element_ty), mask=held)
 
 

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
-from tidegate_kernels.quantised import INT8_MAX
+from tidegate_kernels.quantised import FP8_BLOCK, INT8_MAX, Fp8, Int8
 from tidegate_kernels.weight import Weight, linear
 
 View = tuple[int, int]
 """How far a token sees: the newest tokens, itself included, and the first ones, the sinks."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below count as zero: dividing by them overflows."""
 MAX_PADDING = 2
 """Sequences attended in one call differ in length by at most this factor."""
 
@@ -68,6 +70,68 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """`gelu(gate) * up` of `[T, 2 * inner]`, the gate in the first half, by the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What activations are brought to: FP8 or INT8, with a scale for each row, or for each `group` columns of it."""
+
+    dtype: torch.dtype
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Activations in FP8 or INT8, as they are multiplied with weights in the same type."""
+
+    codes: Tensor
+    """`[T, in]`"""
+    scales: Tensor
+    """fp32 `[T, 1]`, or `[T, ⌈in / group⌉]` with a scale for each so many columns."""
+
+
+def quantise_rows(x: Tensor, code: Code) -> QuantisedRows:
+    """`[T, in]` as codes."""
+    rows, columns = x.shape
+    group = code.group or columns
+    padded = F.pad(x.float(), (0, -columns % group)).view(rows, -(-columns // group), group)
+    scales = scales_of(padded, largest=FP8_MAX if code.dtype == FP8 else INT8_MAX)
+    codes = padded / scales
+    codes = to_fp8(codes) if code.dtype == FP8 else codes.round_().to(torch.int8)
+    return QuantisedRows(codes.flatten(1)[:, :columns].contiguous(), scales[..., 0])
+
+
+def norm_and_quantise(
+    x: Tensor, weight: Tensor, code: Code, *, eps: float, residual: Tensor | None = None
+) -> QuantisedRows:
+    """`rms_norm` or, with a residual, `add_rms_norm`, in fp32 up to the codes."""
+    if residual is not None:
+        x = residual.add_(x)
+    return quantise_rows(rms_norm(x.float(), weight.float(), eps=eps), code)
+
+
+def gate_and_quantise(gate_up: Tensor, code: Code, *, activation: str) -> QuantisedRows:
+    """`silu_mul` ("silu") or `gelu_mul` ("gelu_tanh"), in fp32 up to the codes."""
+    return quantise_rows({"silu": silu_mul, "gelu_tanh": gelu_mul}[activation](gate_up.float()), code)
+
+
+def scaled_linear(
+    x: QuantisedRows, weight: Fp8 | Int8, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`x @ weight.T + bias` of activations and weights in the same codes, `[T, out]` of the type `dtype`.
+
+    Sums of codes are made in double precision: exact where the codes are whole numbers.
+    """
+    if isinstance(weight, Fp8) and weight.in_blocks:
+        product = x.codes.new_zeros((len(x.codes), weight.shape[0]), dtype=torch.float64)
+        owner = torch.arange(weight.shape[0]) // FP8_BLOCK
+        for index, first in enumerate(range(0, weight.shape[1], FP8_BLOCK)):
+            columns = slice(first, first + FP8_BLOCK)
+            part = x.codes[:, columns].double() @ weight.codes[:, columns].double().T
+            product += part * x.scales[:, index, None] * weight.scales[owner, index]
+    else:
+        product = (x.codes.double() @ weight.codes.double().T) * x.scales * weight.scales[:, 0]
+    return (product if bias is None else product + bias).to(dtype)
 
 
 def route(scores: Tensor, *, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -325,7 +389,7 @@ def store_kv(key: Tensor, value: Tensor, cache: Cache, slots: Tensor) -> None:
 
     A quantised cache gets one scale for each token and head: its largest magnitude over the type's largest value.
     """
-    if int(slots.min()) < 0:
+    if len(slots) and int(slots.min()) < 0:
         kept = slots >= 0
         key, value, slots = key[kept], value[kept], slots[kept]
     block_tokens = cache.keys.shape[2]
@@ -343,6 +407,32 @@ def _store(new: Tensor, cache: Tensor, scales: Tensor | None, place: tuple[Tenso
         new = new.float() / scale
         new = to_fp8(new) if cache.dtype == FP8 else new.round_()
     cache[block, :, offset] = new.to(cache.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The norm of a layer's queries and keys, each head with a weight of its own."""
+
+    weight: Tensor
+    """`[H + K, D]`"""
+    eps: float
+
+
+def turn_and_store(
+    heads: Tensor, cache: Cache, slots: Tensor, *, tables: tuple[Tensor, Tensor] | None, norm: HeadNorm | None = None
+) -> Tensor:
+    """Norm and `rope` of the queries and keys of `[T, H + 2K, D]`, keys and values to their slots; returns the queries.
+
+    `tables`: what `rope_tables` gives; None = nothing turns.
+    """
+    kv_heads = cache.keys.shape[1]
+    turned = heads[:, :-kv_heads]
+    if norm is not None:
+        turned = F.rms_norm(turned, (heads.shape[-1],), eps=norm.eps) * norm.weight
+    if tables is not None:
+        turned = rope(turned, *tables)
+    store_kv(turned[:, -kv_heads:], heads[:, -kv_heads:], cache, slots)
+    return turned[:, :-kv_heads]
 
 
 def paged_attention(query: Tensor, cache: Cache, batch: Ragged, rule: AttentionRule) -> Tensor:
@@ -427,3 +517,95 @@ def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dty
     values = from_fp8(codes.view(FP8)) if cache.dtype == FP8 else codes.float()
     scale = scales.view(blocks * heads, block_tokens).index_select(0, rows)
     return values.mul_(scale[..., None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the token of each row of logits is chosen; all tensors are `[rows]`."""
+
+    temperatures: Tensor
+    """fp32"""
+    top_ks: Tensor
+    """int32; 0 = all"""
+    top_ps: Tensor
+    """fp32; 1 = all"""
+    min_ps: Tensor
+    """fp32; 0 = all"""
+    seeds: Tensor
+    """int64: with the position the only source of chance."""
+    positions: Tensor
+    """int64: which of the request's tokens it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Penalties and biases: row i has the entries `[starts[i], starts[i + 1])`, one a token."""
+
+    starts: Tensor
+    """int32 `[rows + 1]`"""
+    ids: Tensor
+    """int64"""
+    counts: Tensor
+    """int32: how often the row's request has said the token; 0 = only its prompt has, −1 = neither."""
+    biases: Tensor
+    """fp32"""
+    repetitions: Tensor
+    """fp32 `[rows]`, 1 = none; as are presences and frequencies, 0 = none"""
+    presences: Tensor
+    frequencies: Tensor
+
+
+def choose_tokens(logits: Tensor, choice: Choice, adjustments: Adjustments | None = None) -> Tensor:
+    """The next token of each row of `logits` fp32 `[rows, vocabulary]`, int64; −1 where the largest is not finite.
+
+    Logits are changed in place by the adjustments. A token depends on its row, seed and position alone.
+    """
+    if adjustments is not None:
+        for row in range(len(logits)):
+            _adjust(logits[row], adjustments, row)
+    tokens = [_choose_token(logits[row], choice, row) for row in range(len(logits))]
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _adjust(logits: Tensor, adjustments: Adjustments, row: int) -> None:
+    own = slice(int(adjustments.starts[row]), int(adjustments.starts[row + 1]))
+    ids, counts = adjustments.ids[own], adjustments.counts[own]
+    values, repetition = logits[ids], adjustments.repetitions[row]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(counts >= 0, repeated, values)
+    penalties = adjustments.presences[row] + adjustments.frequencies[row] * counts
+    logits[ids] = torch.where(counts > 0, values - penalties, values) + adjustments.biases[own]
+
+
+def _choose_token(logits: Tensor, choice: Choice, row: int) -> int:
+    highest = logits.max()
+    if not highest.isfinite():
+        return -1
+    temperature, top_k = choice.temperatures[row], int(choice.top_ks[row])
+    order = logits.argsort(descending=True, stable=True)
+    if temperature < GREEDY_BELOW or top_k == 1:
+        return int(order[0])
+    weights = ((logits - highest) / temperature).exp()
+    weights = weights.masked_fill(weights < choice.min_ps[row], 0).double()
+    if 0 < top_k < len(weights):
+        weights[order[top_k:]] = 0
+    if choice.top_ps[row] < 1:
+        before = weights[order].cumsum(0) - weights[order]
+        limit = choice.top_ps[row] * weights.sum()
+        weights[order[1:][before[1:] >= limit]] = 0
+    ends = weights.cumsum(0)
+    uniform = (philox(int(choice.seeds[row]), int(choice.positions[row])) >> 8) / (1 << 24)
+    hits = (ends > uniform * ends[-1]) & (weights > 0)
+    return int(hits.nonzero()[0]) if hits.any() else int(weights.nonzero()[-1])
+
+
+def philox(seed: int, counter: int) -> int:
+    """The first 32 bits of Philox4x32-10 with the 64-bit key `seed` and the counter `(counter, 0, 0, 0)`."""
+    mask = (1 << 32) - 1
+    words = [counter & mask, 0, 0, 0]
+    low, high = seed & mask, seed >> 32 & mask
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [second >> 32 ^ words[1] ^ low, second & mask, first >> 32 ^ words[3] ^ high, first & mask]
+        low, high = low + 0x9E3779B9 & mask, high + 0xBB67AE85 & mask
+    return words[0]
