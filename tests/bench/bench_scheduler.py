@@ -13,9 +13,10 @@ from time import thread_time
 
 import torch
 
+from tidegate_engine.architecture import Rope
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.request import Request, SampledToken, SamplingParams
-from tidegate_engine.rope import Rope, Turns, rope_frequencies
+from tidegate_engine.rope import Turns, rope_frequencies
 from tidegate_engine.sampling import Sampler
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings

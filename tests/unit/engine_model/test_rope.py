@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.rope import START_POSITIONS, Rope, Turns, rope_frequencies
+from tidegate_engine.architecture import Rope
+from tidegate_engine.rope import START_POSITIONS, Turns, rope_frequencies
 from tidegate_kernels.reference import rope_tables
 
 POSITIONS = st.lists(st.integers(0, 3 * START_POSITIONS), min_size=1, max_size=40)
