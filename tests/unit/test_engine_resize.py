@@ -260,7 +260,7 @@ async def test_a_resize_that_waits_can_be_given_up(
     await late
     assert not call.done(), "what waited starts beside what ran"
     await call
-    assert (await admin.delete(RESIZE)).json() == {**body, "running": 0}
+    assert (await admin.delete(RESIZE)).json() == {**body, "running": 0, "waiting": 0}
 
 
 async def test_after_a_failure_the_old_size_is_back_and_everything_goes_on(
