@@ -1,10 +1,12 @@
 """How long a model of 7 billion weights takes until it is ready, and what memory, kept as it is stored.
 
-Makes a GGUF file of random weights in the shape of Mistral 7B (about 4 GB) in a scratch folder, serves it cold and
-warm, packs it, serves that, and deletes everything. Prints a table. Not part of `make bench`: it needs 10 GB of disk.
+Makes a GGUF file of random weights in the shape of Mistral 7B (about 4 GB) in a scratch folder, or a folder of
+safetensors files, as they are (bf16, 14 GB) or as MLX quantises them (4 bits, 4 GB). Serves it cold and warm, packs it,
+serves that, and deletes everything. Prints a table. Not part of `make bench`: it needs 2.5 times as much disk.
 """
 
 import argparse
+import json
 import os
 import shutil
 import socket
@@ -15,13 +17,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tidegate_engine.gguf_file import read_header, read_metadata_bytes
 from tidegate_local import model
@@ -29,6 +32,9 @@ from tidegate_local import model
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_SIZE = 4096, 14_336, 32, 8, 128
 SCALES = {"Q4_0": (0,), "Q4_K": (0, 2)}
 """Where a block has its fp16 numbers."""
+BITS = {"safetensors": 16.0, "mlx": 4.5}
+"""Of a weight in a folder of that format."""
+MLX_GROUP = 64
 GIB = float(1 << 30)
 READY_SECONDS = 1800
 
@@ -47,25 +53,31 @@ class Start:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--type", choices=SCALES, default="Q4_0", help="of all matrices")
+    parser.add_argument("--format", choices=("gguf", *BITS), default="gguf")
+    parser.add_argument("--type", choices=SCALES, default="Q4_0", help="of all matrices of a GGUF file")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--folder", type=Path, help="where there is room; default: the system's temporary folder")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        scratch = Path(name)
-        needed = 2.5 * arguments.layers * (HIDDEN * INNER * 3) * 5 / 8
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        scratch = Path(place)
+        bits = BITS.get(arguments.format, 5)
+        needed = 2.5 * arguments.layers * (HIDDEN * INNER * 3) * bits / 8
         if shutil.disk_usage(scratch).free < needed:
             sys.exit(f"{needed / GIB:.0f} GiB of disk are needed in {scratch}; name another folder with --folder")
-        file = scratch / "model.gguf"
-        write(file, GGMLQuantizationType[arguments.type], layers=arguments.layers)
-        starts = []
-        for what in ("cold", "warm"):
-            starts.append(serve(f"GGUF {arguments.type}, {what}", file, [file], cold=what == "cold"))
+        source = scratch / ("model.gguf" if arguments.format == "gguf" else "model")
+        if arguments.format == "gguf":
+            write(source, GGMLQuantizationType[arguments.type], layers=arguments.layers)
+        else:
+            write_folder(source, arguments.format, layers=arguments.layers)
+        name = f"GGUF {arguments.type}" if arguments.format == "gguf" else arguments.format
+        files = list(source.iterdir()) if source.is_dir() else [source]
+        starts = [serve(f"{name}, {what}", source, files, cold=what == "cold") for what in ("cold", "warm")]
         packed = scratch / "packed"
         began = time.monotonic()
-        run_engine("pack", "--model", str(file), "--output", str(packed), "--precision", "stored").wait()
+        run_engine("pack", "--model", str(source), "--output", str(packed), "--precision", "stored").wait()
         print(f"packed in {time.monotonic() - began:.0f} s", flush=True)
-        file.unlink()
+        for file in files:
+            file.unlink()
         for what in ("cold", "warm"):
             starts.append(serve(f"packed, {what}", packed, list(packed.iterdir()), cold=what == "cold"))
     print_table(starts)
@@ -100,6 +112,81 @@ def write(path: Path, kind: GGMLQuantizationType, *, layers: int) -> None:
         for shape in shapes.values():
             for block in random_tensor(shape, kind):
                 file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_folder(folder: Path, form: str, *, layers: int) -> None:
+    """A file for each layer and one for the rest, with random codes, and a tokenizer of single bytes."""
+    folder.mkdir()
+    vocabulary = 32_768
+    names = {
+        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
+        **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }  # fmt: skip
+    matrices: dict[str, dict[str, tuple[int, ...]]] = {
+        "top": {"model.embed_tokens": (vocabulary, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (vocabulary, HIDDEN)}
+    }
+    for layer in range(layers):
+        shapes = {f"model.layers.{layer}.{names[name]}": shape for name, shape in layer_shapes().items()}
+        matrices[f"layer-{layer}"] = shapes
+    places: dict[str, str] = {}
+    for file, modules in matrices.items():
+        tensors = {
+            f"{module}.{part}": tensor
+            for module, shape in modules.items()
+            for part, tensor in stored_parts(shape, form).items()
+        }
+        write_safetensors(folder / f"{file}.safetensors", tensors)
+        places |= dict.fromkeys(tensors, f"{file}.safetensors")
+    config = {
+        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_SIZE, "vocab_size": vocabulary,
+        "max_position_embeddings": 4096, "eos_token_id": 0,
+    }  # fmt: skip
+    if form == "mlx":
+        config["quantization"] = {"bits": 4, "group_size": MLX_GROUP}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: number for number, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, described in (("config.json", config), ("model.safetensors.index.json", {"weight_map": places})):
+        (folder / name).write_text(json.dumps(described))
+
+
+Stored = tuple[str, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+
+def stored_parts(shape: tuple[int, ...], form: str) -> dict[str, Stored]:
+    if form == "safetensors" or len(shape) == 1:
+        return {"weight": ("BF16", shape)}
+    rows, columns = shape
+    groups = (rows, columns // MLX_GROUP)
+    return {"weight": ("U32", (rows, columns // 8)), "scales": ("F16", groups), "biases": ("F16", groups)}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Codes of any bits, and numbers that are small."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * (4 if dtype == "U32" else 2)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    chance = np.random.default_rng(end)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(described)) + described)
+        for dtype, shape in tensors.values():
+            left = prod(shape) * (2 if dtype == "U32" else 1)
+            while left:
+                halves = np.frombuffer(chance.bytes(2 * min(left, 1 << 22)), dtype=np.uint16)
+                # Of BF16 sign and mantissa are random, and of F16 nothing is.
+                file.write(
+                    {"U32": halves, "BF16": halves & 0x807F | 0x3A80, "F16": halves & 0 | 0x1800}[dtype].tobytes()
+                )
+                left -= len(halves)
         file.flush()
         os.fsync(file.fileno())
 

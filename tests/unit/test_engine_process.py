@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -287,6 +287,8 @@ async def test_who_waits_for_an_engine_that_fails_is_told(how: str) -> None:
 
 # --- real processes
 
+RESIZE = "/admin/v1/resize"
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -401,6 +403,46 @@ async def test_an_engine_that_is_lost_makes_the_server_unready_then_dead_and_its
         assert await server.exit_code() == 1
         assert ("signal SIGKILL" if lost_by is signal.SIGKILL else "did not say anything") in server.end()
         assert not is_running(engine_pid)
+
+
+async def test_the_cache_is_resized_behind_running_streams_by_an_order_to_the_other_process(
+    fast_profile_file: Path,
+    admin_keys_file: Path,
+    admin_headers: Callable[[], dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIDEGATE_OBJECT_UID", "6f0c5d1e-0000-4000-8000-000000000001")
+    async with serving(fast_profile_file, "--admin-keys", str(admin_keys_file)) as server:
+        await server.until_ready()
+        undisturbed = await read_until_end(server.api, asyncio.Event())
+        begun = asyncio.Event()
+        streams = [asyncio.create_task(read_until_end(server.api, begun)) for _ in range(3)]
+        await asyncio.wait_for(begun.wait(), timeout=30)
+        for size in (40, 65, 33):
+            answer = await server.admin.post(RESIZE, json={"kv_blocks": size}, headers=admin_headers())
+            assert answer.status_code == 202, answer.text
+            async with asyncio.timeout(30):
+                while (body := await read_resize(server, admin_headers()))["phase"] != "idle":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert (body["last"]["result"], body["kv_blocks"]) == ("done", size)
+        for stream in streams:
+            assert text_of(await asyncio.wait_for(stream, timeout=60)) == text_of(undisturbed)
+        too_large = await server.admin.post(RESIZE, json={"kv_blocks": 66}, headers=admin_headers())
+        assert too_large.status_code == 422 and too_large.json()["error"]["allowed"] == [33, 65]
+        page = (await server.admin.get("/metrics")).text
+        assert 'tidegate_engine_kv_blocks{state="used"} 0.0' in page and 'num_gpu_blocks="32"' in page
+
+
+async def read_resize(server: Server, headers: dict[str, str]) -> dict[str, Any]:
+    return dict((await server.admin.get(RESIZE, headers=headers)).json())
+
+
+def text_of(events: list[str]) -> str:
+    """What a stream said, which ended as it should; how many tokens come in a chunk is the clock's affair."""
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices)
 
 
 async def test_no_engine_is_left_behind_by_a_server_that_is_killed(fast_profile_file: Path) -> None:

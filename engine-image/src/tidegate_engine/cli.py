@@ -149,6 +149,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _read_model(args: argparse.Namespace) -> tuple[str, "Model"]:
     """The model's own name, and how to load it."""
+    args = _loading_args(args)
     if args.runner == "modelled":
         profile = _read_profile(args)
         return profile.name, _modelled(args, profile)
@@ -408,7 +409,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _pack(args: argparse.Namespace) -> int:
     """Every matrix as it is stored, unless a precision is given."""
-    precision = _read_precision(args)
+    precision, pooling = _read_precision(_loading_args(args)), _read_pooling(args)
     try:
         from tidegate_engine.checkpoint import open_checkpoint
         from tidegate_engine.packed import copy_tokenizer, write_packed
@@ -426,7 +427,7 @@ def _pack(args: argparse.Namespace) -> int:
             checkpoint.config,
             name=checkpoint.name,
             eos_token_ids=checkpoint.eos_token_ids,
-            pooling=checkpoint.pooling_or(None),
+            pooling=checkpoint.pooling_or(pooling),
         )
         copy_tokenizer(checkpoint.path, args.output)
     except OSError as error:
@@ -456,7 +457,8 @@ def _chat(args: argparse.Namespace) -> int:
             key = args.api_key or os.environ.get("OPENAI_API_KEY")
             backend = UrlBackend(args.url, api_key=key, model=args.served_model_name, fields=given)
         else:
-            model = _computed(args, _read_precision(args))
+            loading = _loading_args(args)
+            model = _computed(loading, _read_precision(loading))
             print(f"loading {args.model} ...", file=sys.stderr, flush=True)
             window = Window(args.context_window, args.context_sinks)
             backend = LocalBackend(model, reasoning_parser=args.reasoning_parser, fields=given, window=window)
@@ -581,7 +583,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--model", required=True, metavar="PATH", help="GGUF file or folder of a model")
     pack.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     _add_precision_flags(pack)
-    pack.set_defaults(kv_cache_dtype="auto")
+    _add_pooler_flag(pack)
     _add_chat(commands)
     bench = commands.add_parser(
         "bench", help="measure a server or a model: latencies, throughput, goodput", allow_abbrev=False,
@@ -593,12 +595,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_runner_flags(here)
     _add_memory_flags(here)
     _add_settings_flags(here)
-    bench.set_defaults(
-        engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"],
-        chat_template=None,
-        pooler_config=None,
-        enable_lora=False,
-    )
+    bench.set_defaults(engine_flags=[each for each in here._group_actions if each.dest != "max_model_len"])
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -658,7 +655,7 @@ def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
     remote.add_argument("--served-model-name", metavar="NAME", help="the model's name there; default: its first")
     remote.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY")
     local = chat.add_argument_group("model that is loaded here")
-    local.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template; default: the model's own")
+    _add_template_flag(local)
     local.add_argument(
         "--reasoning-parser", choices=sorted(REASONING_FORMATS), metavar="NAME",
         help=f"how the model marks its thoughts: {', '.join(sorted(REASONING_FORMATS))}",
@@ -666,7 +663,6 @@ def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _add_window_flags(local)
     _add_precision_flags(local)
     _add_memory_flags(local)
-    chat.set_defaults(pooler_config=None, enable_lora=False)
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -677,13 +673,18 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     _add_runner_flags(group)
 
 
-def _add_runner_flags(group: argparse._ArgumentGroup) -> None:
+def _add_runner_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--runner", choices=("torch", "modelled"), default="torch",
         help="torch computes the model; modelled takes as long as the GPU of --profile would and makes up the text",
     )  # fmt: skip
     group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
     _add_precision_flags(group)
+    group.add_argument(
+        "--speculative-config", metavar="JSON",
+        help='guess tokens from what stood there before, e.g. {"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}; the text stays the same; default: off',
+    )  # fmt: skip
 
 
 def _add_precision_flags(group: argparse._ActionsContainer) -> None:
@@ -702,14 +703,9 @@ def _add_precision_flags(group: argparse._ActionsContainer) -> None:
         help="for vLLM's users: fp8 and int8 quantise while loading; gguf, awq, gptq, mlx, compressed-tensors keep "
         "what the checkpoint has",
     )  # fmt: skip
-    group.add_argument(
-        "--speculative-config", metavar="JSON",
-        help='guess tokens from what stood there before, e.g. {"method": "ngram", "num_speculative_tokens": 4, '
-        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}; the text stays the same; default: off',
-    )  # fmt: skip
 
 
-def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
+def _add_memory_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context; default: the model's")
     group.add_argument(
         "--kv-cache-dtype", choices=KV_DTYPES, default="auto", metavar="TYPE",
@@ -733,7 +729,7 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_lora_flags(group: argparse._ArgumentGroup) -> None:
+def _add_lora_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--enable-lora", action=argparse.BooleanOptionalAction, default=False,
         help="serve adapters in PEFT's format beside the model, each under its own name",
@@ -864,9 +860,7 @@ def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stream-interval", type=_positive, metavar="N", help="tokens of a chunk in a stream; default 1"
     )
-    group.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"
-    )
+    _add_template_flag(group)
     group.add_argument(
         "--tool-call-parser", choices=sorted(FORMATS), metavar="NAME",
         help=f"how the model writes calls of tools ({', '.join(sorted(FORMATS))}); default: as its chat template says",
@@ -888,11 +882,7 @@ def _add_answer_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_pooled_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--pooler-config", metavar="JSON",
-        help='how states become an embedding, e.g. {"pooling_type": "mean", "normalize": true}; pooling_type is last, '
-        "mean or cls; default: as the checkpoint says, else last and normalised",
-    )  # fmt: skip
+    _add_pooler_flag(group)
     group.add_argument(
         "--pooled-max-tokens", type=_positive, default=DEFAULT_MAX_TOKENS, metavar="N",
         help="inputs of so many tokens are computed at once; fewer wait for more",
@@ -901,6 +891,34 @@ def _add_pooled_flags(group: argparse._ArgumentGroup) -> None:
         "--pooled-max-wait-ms", type=_milliseconds, default=1000 * DEFAULT_MAX_WAIT_SECONDS, metavar="MS",
         help="at most so long",
     )  # fmt: skip
+
+
+def _add_template_flag(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template of conversations; default: the model's own"
+    )
+
+
+def _add_pooler_flag(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--pooler-config", metavar="JSON",
+        help='how states become an embedding, e.g. {"pooling_type": "mean", "normalize": true}; pooling_type is last, '
+        "mean or cls; default: as the checkpoint says, else last and normalised",
+    )  # fmt: skip
+
+
+LOADING_FLAGS: tuple[Callable[[argparse._ActionsContainer], None], ...] = (
+    _add_runner_flags, _add_memory_flags, _add_lora_flags, _add_template_flag, _add_pooler_flag,
+)  # fmt: skip
+"""All that loading a model reads. Commands that load one offer some of them, and have the defaults of the others."""
+
+
+def _loading_args(args: argparse.Namespace) -> argparse.Namespace:
+    """`args` of any command, and the defaults of those flags of loading that it does not offer."""
+    parser = _Parser(add_help=False)
+    for add_flags in LOADING_FLAGS:
+        add_flags(parser)
+    return parser.parse_args([], argparse.Namespace(**vars(args)))
 
 
 if __name__ == "__main__":

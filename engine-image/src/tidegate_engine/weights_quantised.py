@@ -5,7 +5,7 @@ Everything is kept in as many bits as it is stored in. What is unknown is refuse
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8
-from tidegate_kernels.quantised import FP8_BLOCK, Fp8, Groups, Int8, pack_codes
+from tidegate_kernels.quantised import FP8_BLOCK, PLANES, Fp8, Groups, Int8, pack_codes
 from tidegate_kernels.weight import Weight
 
 METHODS = ("mlx", "awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors")
@@ -148,6 +148,8 @@ class Mlx:
         if columns % group:
             raise QuantisationError(f"has {columns} columns in {module}, which groups of {group} do not divide")
         planes = _planes(module, words, bits=bits, columns=columns)
+        # As the codes, no longer the file's: parts that are joined would be held twice.
+        scales, biases = scales.clone(), biases.clone()
         return _finite(module, Groups(bits=bits, planes=planes, scales=scales, zeros=0, minima=biases))
 
 
@@ -171,7 +173,13 @@ class Awq:
             module,
             Groups(
                 bits=4,
-                planes=pack_codes(_awq_codes(words).t().contiguous(), bits=4),
+                planes=_packed_by_rows(
+                    lambda first, end: _awq_codes(words[:, first // 8 : end // 8]).t().contiguous(),
+                    outputs,
+                    inputs,
+                    bits=4,
+                    unit=8,
+                ),
                 scales=scales.t().contiguous(),
                 zeros=_awq_codes(zeros).t().contiguous(),
             ),
@@ -381,13 +389,14 @@ def _row_scales(module: str, scales: Tensor, rows: int, columns: int) -> Tensor:
         return scales.reshape(-1, 1).expand(rows, 1).contiguous()
     if scales.dim() != 2 or scales.shape[0] != rows or not scales.shape[1] or columns % scales.shape[1]:
         raise QuantisationError(f"has scales of the shape {tuple(scales.shape)} for {module}, {rows} by {columns}")
-    return scales.contiguous()
+    return scales.contiguous().clone()  # no longer the file's, as with MLX
 
 
 def _fp8(module: str, codes: Tensor, scales: Tensor, *, quantised_activations: bool) -> Weight:
     if codes.dtype != FP8:
         raise QuantisationError(f"has {module} in {codes.dtype} with a scale; supported is float8_e4m3fn")
-    if bool((codes.contiguous().view(torch.uint8) & 0x7F == 0x7F).any()):
+    chunks = codes.contiguous().view(torch.uint8).view(-1).split(CHUNK_CODES)  # type: ignore[no-untyped-call]
+    if any(bool((chunk & 0x7F == 0x7F).any()) for chunk in chunks):
         raise QuantisationError(f"is damaged: {module} holds values that are not numbers")
     rows, columns = codes.shape
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -455,13 +464,26 @@ def _planes(
         raise QuantisationError(f"has {columns} columns in {module}; a multiple of 8 is needed")
     if not whole_words and words.shape[1] * 4 % bits and bits not in (2, 4, 8):
         raise QuantisationError(f"has {module} in {words.shape[1]} words, which codes of {bits} bits do not fill")
-    step = max(1, CHUNK_CODES // columns)
-    chunks = []
-    for rows in words.split(step):  # type: ignore[no-untyped-call]
+
+    def codes_of(first: int, end: int) -> Tensor:
+        rows = words[first:end]
         unpacked = _unpacked_words(rows, bits=bits) if whole_words else _unpacked(rows, bits=bits)
-        codes = unpacked[:, :columns]
-        chunks.append(pack_codes(codes if order is None else codes[:, order], bits=bits))
-    return tuple(torch.cat(planes) for planes in zip(*chunks, strict=True))
+        return unpacked[:, :columns] if order is None else unpacked[:, order]
+
+    return _packed_by_rows(codes_of, words.shape[0], columns, bits=bits)
+
+
+def _packed_by_rows(
+    codes_of: Callable[[int, int], Tensor], rows: int, columns: int, *, bits: int, unit: int = 1
+) -> tuple[Tensor, ...]:
+    """The planes of codes `[rows, columns]`, of which `codes_of(first, end)` gives some rows, a multiple of `unit`."""
+    planes = tuple(torch.empty(rows, columns * width // 8, dtype=torch.uint8) for width in PLANES[bits])
+    step = max(1, CHUNK_CODES // columns // unit) * unit
+    for first in range(0, rows, step):
+        end = min(first + step, rows)
+        for plane, part in zip(planes, pack_codes(codes_of(first, end), bits=bits), strict=True):
+            plane[first:end] = part
+    return planes
 
 
 def _unpacked(words: Tensor, *, bits: int) -> Tensor:

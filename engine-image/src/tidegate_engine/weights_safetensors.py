@@ -6,7 +6,7 @@ parameter is loaded exactly once and every tensor is used, or a ModelError says 
 
 import mmap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -18,16 +18,18 @@ from torch import Tensor
 from tidegate_engine.architecture import DecoderConfig, parameter_shapes
 from tidegate_engine.model_config import Family, decoder_config, family_of, read_settings
 from tidegate_engine.precision import Precision
-from tidegate_engine.quantize import to_precision
+from tidegate_engine.quantize import CHUNK_VALUES, to_precision
 from tidegate_engine.safetensors_file import (
     SafetensorsCheckpoint,
     StoredTensor,
     map_files,
     read_checkpoint,
 )
+from tidegate_engine.transformer import fused_names
 from tidegate_engine.weights import Source, and_others
 from tidegate_engine.weights_quantised import QuantisationError, Scheme, parts_of, read_scheme
-from tidegate_kernels.weight import Dense, Weight, slice_rows
+from tidegate_kernels.quantised import Scaled
+from tidegate_kernels.weight import Dense, Stacked, Weight, concat_rows, slice_rows
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTISED_DTYPES = DTYPES | {
@@ -98,6 +100,7 @@ def load_safetensors(
     _check_padding_biases(model, maps)
     precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
     parameters: dict[str, Weight] = {}
+    fused = {name: names for names in fused_names(config) for name in names}
     for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
         stored = _read_weight(model, tensor, maps)
         for name in names:
@@ -111,8 +114,30 @@ def load_safetensors(
             if model.norm_offset and name.endswith("norm"):
                 values = (weight.dequantised() + model.norm_offset).to(dtype)
             parameters[name] = Dense(values)
-        _release_pages([checkpoint.tensors[name] for name in _stored_names(model, tensor)], maps)
+        _release_pages(_entries(model, [tensor]), maps)
+        together = fused.get(name, ())
+        if together and all(each in parameters for each in together) and _fuse(parameters, together):
+            _release_pages(_entries(model, {model.sources[each].tensor for each in together}), maps)
     return config, parameters
+
+
+def _fuse(parameters: dict[str, Weight], names: Sequence[str]) -> bool:
+    """Copy weights that may lie in a file's pages one after the other, as the decoder joins them: once they are used
+    from a copy, the pages can go. False where that is not to be done."""
+    parts = [parameters[name] for name in names]
+    if not all(isinstance(part, Dense | Scaled) for part in parts):
+        return False
+    together, first = concat_rows(parts), 0
+    if isinstance(together, Stacked):
+        return False
+    for name, part in zip(names, parts, strict=True):
+        parameters[name] = slice_rows(together, first, part.shape[0])
+        first += part.shape[0]
+    return True
+
+
+def _entries(model: "_Folder", tensors: Iterable[str]) -> list[StoredTensor]:
+    return [model.checkpoint.tensors[name] for tensor in tensors for name in _stored_names(model, tensor)]
 
 
 def _release_pages(entries: Sequence[StoredTensor], maps: Mapping[Path, mmap.mmap]) -> None:
@@ -255,8 +280,10 @@ def _sources(config: DecoderConfig, naming: _Naming) -> dict[str, Source]:
 def read_tensor(checkpoint: SafetensorsCheckpoint, entry: StoredTensor, maps: Mapping[Path, mmap.mmap]) -> Tensor:
     """A floating-point tensor's values, in the file's pages where they lie well; raises ModelError."""
     values = _map_tensor(entry, maps)
-    if not bool(torch.isfinite(values.sum(dtype=torch.float32))):
-        raise checkpoint.invalid(f"is damaged: {entry.name} holds values that are not finite")
+    # A sum in fp32 makes fp32 values of all of them first.
+    for chunk in values.view(-1).split(CHUNK_VALUES):  # type: ignore[no-untyped-call]
+        if not bool(torch.isfinite(chunk.sum(dtype=torch.float32))):
+            raise checkpoint.invalid(f"is damaged: {entry.name} holds values that are not finite")
     return values
 
 

@@ -137,9 +137,10 @@ typedef struct {
     const void *codes;
     const void *scales; /* [rows, groups]; NULL = the codes are the values */
     const void *minima; /* or NULL */
+    const uint8_t *zeros; /* codes of the value zero, [rows, groups], where there are no minima; or NULL */
     int64_t rows, columns, groups; /* groups of a row */
     int32_t kind, scale_kind;
-    float zero; /* code of the value zero, where there are no minima */
+    float zero; /* code of the value zero, where there is neither */
 } Matrix;
 
 INLINE float half(const uint8_t *from) {
@@ -259,6 +260,8 @@ static void widen_scales(const Matrix *w, long row, long count, float *scales, f
     widen((const uint8_t *)w->scales + first, w->scale_kind, all, scales);
     if (w->minima)
         widen((const uint8_t *)w->minima + first, w->scale_kind, all, minima);
+    else if (w->zeros)
+        for (long g = 0; g < all; g++) minima[g] = -(float)w->zeros[row * w->groups + g] * scales[g];
     else
         for (long g = 0; g < all; g++) minima[g] = -w->zero * scales[g];
 }

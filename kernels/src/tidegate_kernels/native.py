@@ -53,6 +53,7 @@ class Matrix(Structure):
         ("codes", c_void_p),
         ("scales", c_void_p),
         ("minima", c_void_p),
+        ("zeros", c_void_p),
         ("rows", c_int64),
         ("columns", c_int64),
         ("groups", c_int64),
@@ -153,7 +154,7 @@ class Native(Weight):
     source: Weight
     projection: Projection
     kept: tuple[Tensor, ...] = field(repr=False)
-    """What the projection points to and the source does not have."""
+    """What the projection points to: the source's own tensors as far as native.c takes them as they are."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -213,16 +214,21 @@ def projection_of(weight: Weight, bias: Tensor | None = None) -> tuple[Projectio
     """What native.c multiplies with, and the tensors to be kept while it does; None where it cannot."""
     if library() is None:
         return None
-    if isinstance(weight, Native):
-        weight = weight.source
-    parts = weight.parts if isinstance(weight, Stacked) else (weight,)
-    found = [_matrix(part) for part in parts]
-    if len(parts) > MAX_PARTS or None in found or (bias is not None and bias.dtype != torch.float32):
+    if bias is not None and bias.dtype != torch.float32:
         return None
-    described = [each for each in found if each is not None]
-    kept = [tensor for _, tensors in described for tensor in tensors] + ([] if bias is None else [bias])
-    matrices = (Matrix * MAX_PARTS)(*(matrix for matrix, _ in described))
-    return Projection(matrices, len(parts), None if bias is None else bias.data_ptr()), tuple(kept)
+    if isinstance(weight, Native):
+        matrices, count, kept = weight.projection.parts, weight.projection.count, weight.kept
+    else:
+        parts = weight.parts if isinstance(weight, Stacked) else (weight,)
+        found = [_matrix(part) for part in parts]
+        if len(parts) > MAX_PARTS or None in found:
+            return None
+        described = [each for each in found if each is not None]
+        matrices, count = (Matrix * MAX_PARTS)(*(matrix for matrix, _ in described)), len(parts)
+        kept = tuple(tensor for _, tensors in described for tensor in tensors)
+    if bias is None:
+        return Projection(matrices, count, None), kept
+    return Projection(matrices, count, bias.data_ptr()), (*kept, bias)
 
 
 def _call(name: str, projection: Projection, first: int, second: int, to: Tensor, *, columns: int) -> None:
@@ -256,6 +262,9 @@ def _groups(weight: Groups) -> tuple[Matrix, tuple[Tensor, ...]] | None:
     scales, minima, zeros = weight.scales, weight.minima, weight.zeros
     if unit % STEP or scales.dtype not in KINDS or not codes.is_contiguous():
         return None
+    if isinstance(zeros, Tensor) and minima is None and zeros.dtype == torch.uint8:
+        kind = UNSIGNED4 if weight.bits == 4 else KINDS[torch.uint8]
+        return _described(codes, rows, columns, kind, scales.contiguous(), zeros=zeros.contiguous())
     if isinstance(zeros, Tensor):
         scales = scales.float()
         minima = -scales * zeros if minima is None else minima.float() - scales * zeros
@@ -276,13 +285,15 @@ def _described(
     scales: Tensor | None = None,
     minima: Tensor | None = None,
     *,
+    zeros: Tensor | None = None,
     zero: float = 0.0,
 ) -> tuple[Matrix, tuple[Tensor, ...]]:
-    tensors = tuple(tensor for tensor in (codes, scales, minima) if tensor is not None)
+    tensors = tuple(tensor for tensor in (codes, scales, minima, zeros) if tensor is not None)
     matrix = Matrix(
         codes.data_ptr(),
         None if scales is None else scales.data_ptr(),
         None if minima is None else minima.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
         rows,
         columns,
         1 if scales is None else scales.shape[1],

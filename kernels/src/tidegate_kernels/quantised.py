@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
-from tidegate_kernels.weight import Dense, Weight, finish, multiply_by_rows
+from tidegate_kernels.weight import Dense, Weight, cat_rows, finish, multiply_by_rows
 
 INT8_MAX = 127
 FP8_BLOCK = 128
@@ -98,8 +98,16 @@ class Fp8(Scaled):
             return None
         if self.in_blocks and any(part.shape[0] % FP8_BLOCK for part in parts[:-1]):
             return None  # a block must not lie across two parts
-        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8)
-        return replace(self, codes=codes, scales=torch.cat([part.scales for part in parts]))
+        codes = cat_rows([part.codes for part in parts])
+        return replace(self, codes=codes, scales=cat_rows([part.scales for part in parts]))
+
+    def narrow(self, first: int, count: int) -> Weight:
+        if not self.in_blocks:
+            return replace(self, codes=self.codes[first : first + count], scales=self.scales[first : first + count])
+        if first % FP8_BLOCK:
+            return super(Fp8, self).narrow(first, count)
+        blocks = slice(first // FP8_BLOCK, -(-(first + count) // FP8_BLOCK))
+        return replace(self, codes=self.codes[first : first + count], scales=self.scales[blocks])
 
     def _block_scales(self, rows: Tensor) -> Tensor:
         """`[len(rows), in]`"""
@@ -139,7 +147,10 @@ class Int8(Scaled):
 
     def join(self, below: "Sequence[Int8]") -> Weight | None:
         parts = [self, *below]
-        return Int8(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
+        return Int8(cat_rows([part.codes for part in parts]), cat_rows([part.scales for part in parts]))
+
+    def narrow(self, first: int, count: int) -> "Int8":
+        return Int8(self.codes[first : first + count], self.scales[first : first + count])
 
 
 @dataclass(frozen=True, slots=True)

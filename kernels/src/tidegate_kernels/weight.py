@@ -60,6 +60,10 @@ class Weight(ABC):
         """In the layout that `multiply` is fastest with, whose rows may not be selectable any more."""
         return self
 
+    def narrow(self, first: int, count: int) -> "Weight":
+        """So many rows one after the other, without a copy where the layout allows it."""
+        return self if (first, count) == (0, self.shape[0]) else self.select(torch.arange(first, first + count))
+
     def join(self, below: "Sequence[Self]") -> "Weight | None":
         """One weight of the same kind with the rows of `below` after its own, or None where the parts do not agree."""
         return None
@@ -76,16 +80,8 @@ def gather_rows(weight: Weight, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def slice_rows(weight: Weight, first: int, count: int) -> Weight:
-    """Rows one after the other (one parameter's of a stored tensor) as a weight of the same kind.
-
-    Not copied where the weight is `Dense`, whose values may have one dimension or, as rows below each other, three.
-    """
-    if isinstance(weight, Dense):
-        values = weight.values.flatten(0, -2) if weight.values.dim() == 3 else weight.values
-        return Dense(values[first : first + count])
-    if (first, count) == (0, weight.shape[0]):
-        return weight
-    return weight.select(torch.arange(first, first + count))
+    """Rows one after the other (one parameter's of a stored tensor) as a weight of the same kind: see `narrow`."""
+    return weight.narrow(first, count)
 
 
 def concat_rows(parts: Sequence[Weight]) -> Weight:
@@ -95,6 +91,22 @@ def concat_rows(parts: Sequence[Weight]) -> Weight:
         return first
     alike = all(type(part) is type(first) for part in below)
     return (first.join(below) if alike else None) or Stacked(tuple(parts))
+
+
+def cat_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The parts' rows in one tensor, which is no copy where they lie one after the other in one memory already."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != place or not part.is_contiguous():
+            # Not every type of a byte can be joined on every device, and bytes can.
+            narrow = first.dtype.itemsize == 1
+            joined = torch.cat([part.view(torch.uint8) for part in parts] if narrow else list(parts))
+            return joined.view(first.dtype) if narrow else joined
+        place += part.nbytes
+    row = first[0].numel() if len(first) else 1
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), (row, *first.stride()[1:]))
 
 
 def multiply_by_rows(x: Tensor, rows: Callable[[int, int], Tensor], shape: tuple[int, int]) -> Tensor:
@@ -163,6 +175,11 @@ class Dense(Unscaled):
     def select(self, rows: Tensor) -> "Dense":
         return Dense(self.values.index_select(0, rows))
 
+    def narrow(self, first: int, count: int) -> "Dense":
+        """Values may have one dimension or, as rows below each other, three."""
+        values = self.values.flatten(0, -2) if self.values.dim() == 3 else self.values
+        return Dense(values[first : first + count])
+
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.values.to(dtype)
 
@@ -175,7 +192,7 @@ class Dense(Unscaled):
         parts = [self.values, *(part.values for part in below)]
         if any(part.dtype != self.values.dtype for part in parts):
             return None
-        return Dense(torch.cat(parts))
+        return Dense(cat_rows(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ def groups(rows: int, columns: int, *, bits: int, group: int, scales: torch.dtyp
         bits=bits,
         planes=pack_codes(codes, bits=bits),
         scales=draw(rows, count).to(scales),
-        zeros=codes[:, :count].contiguous() if zeros else 1 << (bits - 1),
+        # Of eight bits they may be one more than a byte holds.
+        zeros=codes[:, :count].to(torch.uint8 if bits < 8 else torch.int16) if zeros else 1 << (bits - 1),
         minima=None,
     )
 
@@ -111,6 +112,7 @@ WEIGHTS: dict[str, Callable[[int], Weight]] = {
     "int8-g16": lambda rows: quantise_groups(draw(rows, 48), bits=8, group=16),
     "int8-g48": lambda rows: quantise_groups(draw(rows, 96), bits=8, group=48),
     "zeros of each group": lambda rows: groups(rows, 128, bits=4, group=32, scales=torch.float16, zeros=True),
+    "zeros of two bytes": lambda rows: groups(rows, 128, bits=8, group=32, scales=torch.float16, zeros=True),
     "scales in bfloat16": lambda rows: groups(rows, 128, bits=8, group=32, scales=torch.bfloat16, zeros=False),
     "scales in float32": lambda rows: groups(rows, 64, bits=4, group=64, scales=torch.float32, zeros=False),
     "many columns": lambda rows: ggml("Q4_0", rows, 2112),
@@ -134,15 +136,34 @@ def test_products_are_those_with_the_dequantised_weights(instructions: str, name
         assert torch.equal(linear(half, laid_out), linear(half.float(), laid_out).bfloat16())
 
 
+ROUNDED = (
+    "int8-g16", "int8-g48", "int4-g64", "scales in float32", "zeros of each group", "zeros of two bytes",
+)  # fmt: skip
+"""Of which products and sums are rounded."""
+
+
 @compiled
-@pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in ("stacked", "zeros of each group")])
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "stacked"])
 def test_values_are_those_that_the_format_defines(instructions: str, name: str) -> None:
     weight = WEIGHTS[name](9)
     found = native.laid_out(weight).rows(2, 7)
-    if name in ("int8-g16", "int8-g48", "int4-g64", "scales in float32"):  # products and sums of these round
+    if name in ROUNDED:
         torch.testing.assert_close(found, weight.dequantised()[2:7], rtol=1e-6, atol=1e-6)
     else:
         assert torch.equal(found, weight.dequantised()[2:7])
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "zeros of two bytes"])
+def test_a_weight_is_multiplied_where_it_lies(name: str) -> None:
+    weight = WEIGHTS[name](9)
+    found = native.projection_of(weight)
+    if found is None:
+        pytest.skip("there is no library for this CPU")
+    assert sum(tensor.nbytes for tensor in found[1]) <= weight.size_bytes, "nothing is held a second time"
+    again = native.projection_of(native.laid_out(weight), torch.zeros(weight.shape[0]))
+    assert again is not None
+    mine = {tensor.data_ptr() for tensor in native.laid_out(weight).kept}  # type: ignore[attr-defined]
+    assert mine == {tensor.data_ptr() for tensor in found[1]} <= {tensor.data_ptr() for tensor in again[1]}
 
 
 @compiled

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tidegate_engine import cli
 from tidegate_engine.checkpoint import open_checkpoint
 from tidegate_engine.packed import PAGE_BYTES, load_packed, read_packed
+from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision, as_stored, parse_precision
+from tidegate_engine.request import PoolingKind
 from tidegate_engine.tokenizer import load_tokenizer
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
 from tidegate_engine.transformer import build_decoder, forward, layer_caches, new_kv_pool
@@ -47,6 +49,28 @@ def test_a_packed_model_computes_what_the_model_does(tiny_model: Path, tmp_path:
     folder = pack(tiny_model, tmp_path / "packed", policy)
     expected = logits(tiny_model, as_stored(parse_precision(policy)))
     torch.testing.assert_close(logits(folder, as_stored(Precision())), expected, atol=0, rtol=0)
+
+
+def test_how_embeddings_are_made_is_packed_and_can_be_said_when_packing_or_serving(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["pack", "--model", str(tiny_model), "--output"]
+    flag = ["--pooler-config", '{"pooling_type": "mean", "normalize": false}']
+    said, unsaid = tmp_path / "said", tmp_path / "unsaid"
+    assert cli.main([*command, str(said), *flag]) == cli.main([*command, str(unsaid)]) == 0
+    mean = Pooling(PoolingKind.MEAN, is_normalised=False)
+    assert (read_packed(said).pooling, read_packed(unsaid).pooling) == (mean, Pooling())
+    last = Pooling()
+    for folder, wanted, expected in (
+        (said, None, mean),
+        (said, last, last),
+        (unsaid, None, last),
+        (unsaid, mean, mean),
+    ):
+        info = TorchRunner(folder, options=TorchOptions(kv_blocks=8, threads=1, pooling=wanted)).info
+        assert Pooling(PoolingKind(info.pooling or ""), is_normalised=info.embedding_normalised) == expected
+    assert cli.main([*command, str(tmp_path / "wrong"), "--pooler-config", '{"pooling_type": "max"}']) == 2
+    assert "FlagsInvalid: --pooler-config: " in capsys.readouterr().err and not (tmp_path / "wrong").exists()
 
 
 def test_a_files_own_blocks_and_kinds_that_cannot_be_fused_are_packed_too(
