@@ -432,15 +432,21 @@ def test_scale_up_policies_limit_the_growth_within_their_period() -> None:
     assert after.replicas == 8
 
 
-def test_by_default_replicas_at_most_double_within_the_time_that_one_needs_to_start() -> None:
+@pytest.mark.parametrize(("engine", "period"), [(ENGINE, 15), (BLIND_ENGINE, 120)], ids=["known", "unknown"])
+def test_by_default_replicas_at_most_double_in_a_period_that_is_a_start_while_capacity_is_unknown(
+    engine: EngineInfo, period: int
+) -> None:
     spec = spec_of(autoscaling={"maxReplicas": 100})
-    load = at_capacity(spec, 50)
-    first = decide(spec, seen(load, ready=4, start_seconds=120.0), {})
-    assert first.replicas == 8
-    soon = decide(spec, replace(seen(load, ready=8, start_seconds=120.0), now=NOW + 60), first.memory)
-    assert soon.replicas == 8
-    later = decide(spec, replace(seen(load, ready=8, start_seconds=120.0), now=NOW + 125), soon.memory)
-    assert later.replicas == 16
+    load = replace(at_capacity(spec, 50), ttft_p95_seconds=30.0)
+
+    def look(ready: int, seconds: float, memory: Mapping[str, object]) -> Decision:
+        observation = seen(load, ready=ready, engine=engine, start_seconds=120.0)
+        return decide(spec, replace(observation, now=NOW + seconds), memory)
+
+    first = look(4, 0, {})
+    soon = look(8, period - 5, first.memory)
+    later = look(8, period + 5, soon.memory)
+    assert (first.replicas, soon.replicas, later.replicas) == (8, 8, 16)
 
 
 def test_a_decision_that_never_reached_the_cluster_does_not_count_against_the_limit() -> None:

@@ -566,7 +566,10 @@ class ScalingPolicy(Part):
         default=None,
         ge=1,
         le=3600,
-        description="Length of the period. For scaling up the measured start time of a replica when absent, else 60.",
+        description=(
+            "Length of the period. When absent: 60 for scaling down; 15 for scaling up, or a replica's start while its"
+            " capacity is unknown."
+        ),
     )
 
 
@@ -588,7 +591,7 @@ class ScaleUp(Part):
         default=(ScalingPolicy(type=PolicyType.PERCENT, value=100), ScalingPolicy(type=PolicyType.PODS, value=2)),
         min_length=1,
         max_length=8,
-        description=f"{_POLICIES} Default: 100 percent or 2 pods in the time that a replica needs to start.",
+        description=f"{_POLICIES} Default: 100 percent or 2 pods in a period.",
         json_schema_extra={**ATOMIC, "default": None},
     )
 

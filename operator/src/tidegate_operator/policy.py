@@ -65,6 +65,8 @@ WITHDRAW_SECONDS = 300
 TREND_REQUESTS, TREND_SECONDS = 20, 30.0
 """So many arrivals, or a window of so long, tell a rate that replicas may be added for."""
 UNKNOWN_START_SECONDS = 30
+KNOWN_PERIOD_SECONDS = 15
+"""Period of scaling up where the capacity is known: that of HorizontalPodAutoscaler."""
 WAKING_REPLICAS = 2
 """From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
@@ -587,8 +589,10 @@ def limit_speed(context: Context) -> Context:
     """HPA v2 policies: how much may change within their periods."""
     behavior, current = context.spec.autoscaling.behavior, context.current
     if context.replicas > current:
+        # What reacts to signals must see what it did before it does more; the model's number counts what is on its way.
         start = context.observation.start_seconds or UNKNOWN_START_SECONDS
-        period = max(start, context.spec.autoscaling.sync_period_seconds)
+        shortest = KNOWN_PERIOD_SECONDS if "capacityPerReplica" in context.inputs else start
+        period = max(shortest, context.spec.autoscaling.sync_period_seconds)
         limits = [
             (_at_period_start(context, policy.period_seconds or period), policy)
             for policy in behavior.scale_up.policies
