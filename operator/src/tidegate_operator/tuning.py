@@ -30,9 +30,9 @@ from tidegate_operator.goals import Judged, goals_of, judge, miss_of
 from tidegate_operator.memory import Memory, Trial
 from tidegate_operator.observation import Demand, Observation, ReplicaPhase
 
-SETTLE_SHARE, WATCH_TOLERANCE = 0.25, 0.2
-"""The mix must have been about the same for this share of the window: while another one comes in, the window holds
-both, and what is best for their blend is best for neither."""
+SETTLE_SECONDS, WATCH_TOLERANCE = WINDOW_SECONDS / 4, 0.2
+"""The mix must have been about the same for so long: while another one comes in, the window holds both, and what is
+best for their blend is best for neither."""
 MIN_GAIN_RATIO = 1.1
 """Predicted gain below which the settings stay: noise must not move them."""
 URGENT_GAIN_RATIO = 1.5
@@ -219,7 +219,7 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     if memory.changed_at is not None and now < memory.changed_at + spec.batching.min_interval_seconds:
         return tuning
     per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
-    is_settled = now >= (memory.watched_since or now) + SETTLE_SHARE * demand.window_seconds
+    is_settled = memory.watched_since is not None and now >= memory.watched_since + SETTLE_SECONDS
     if not is_settled and capacity_of(scene, tuning.settings).requests_per_second >= per_replica:
         return tuning
     late = late_per_replica(spec, demand)

@@ -139,7 +139,7 @@ def measure(
     queued = sorted((r.scheduled_at or now) - r.arrival for r in counted)
     whole = sorted((r.finished_at or now) - r.arrival for r in counted)
     # A queue that holds more than the slots would take and still grows will never be served in time.
-    grows = end_waiting > 2 * half_waiting + replica.settings.max_num_seqs / 2 + 20
+    grows = end_waiting > 1.5 * half_waiting + replica.settings.max_num_seqs / 2 + 20
     rank = int(0.95 * (len(counted) - 1))
     return Seen(
         ttft_p95_seconds=ttfts[rank],
