@@ -124,6 +124,18 @@ BAD_SPECS: list[tuple[str, dict[str, Any], str]] = [
         "batching.maxSequences.initial must not be above batching.maxBatchedTokens.initial",
     ),
     ("another percentile", spec(objectives={"ttft": {"percentile": 99, "milliseconds": 500}}), "Unsupported value: 99"),
+    (
+        "a whole answer before its first token",
+        spec(objectives={"ttft": {"milliseconds": 900}, "endToEnd": {"milliseconds": 800}}),
+        "objectives: endToEnd must not be below ttft",
+    ),
+    ("a floor of nothing", spec(objectives={"outputTokensPerSecond": 0}), "spec.objectives.outputTokensPerSecond"),
+    ("an unknown priority", spec(objectives={"priority": "Speed"}), 'Unsupported value: "Speed"'),
+    (
+        "a class with goals but none",
+        spec(trafficClasses=[{"name": "a", "objectives": {}}]),
+        "trafficClasses.objectives: give ttft, interTokenLatency or endToEnd",
+    ),
     ("a goal without a time", spec(objectives={"ttft": {}}), "spec.objectives.ttft.milliseconds: Required value"),
     (
         "an empty class",
@@ -258,6 +270,18 @@ ODD_BUT_GOOD: list[tuple[str, dict[str, Any]]] = [
     ("none at all", spec(replicas=0)),
     ("one file of an image", {"model": {"uri": "oci://registry.example:5000/models/m@sha256:abc#m.Q4_1.gguf"}}),
     ("the modelled engine", spec(engine={"args": ["--runner=modelled", "--profile=l4"]})),
+    (
+        "goals of every kind",
+        spec(
+            objectives={
+                "ttft": {"milliseconds": 500},
+                "endToEnd": {"milliseconds": 9000},
+                "outputTokensPerSecond": 4000,
+                "priority": "Cost",
+            },
+            trafficClasses=[{"name": "chat", "objectives": {"interTokenLatency": {"milliseconds": 30}}}],
+        ),
+    ),
     ("quantities as numbers", spec(resources={"limits": {"cpu": 2, "memory": "1.5Gi"}, "gpu": {"count": 0}})),
 ]
 
@@ -343,6 +367,10 @@ def without_description(schema: dict[str, Any], path: str) -> Iterator[str]:
         ("spec.autoscaling.behavior.scaleDown.policies.periodSeconds", "Length of the period."),
         ("spec.podTemplate.volumes.persistentVolumeClaim.claimName", "Name of the PersistentVolumeClaim"),
         ("status.autoscaling.lastDecision.bottleneck", "What is scarcest"),
+        ("status.autoscaling.lastDecision.binding", "Goal that limits a replica"),
+        ("spec.objectives.priority", "What wins where goals leave a choice"),
+        ("spec.objectives.outputTokensPerSecond", "all replicas together"),
+        ("spec.trafficClasses.objectives", "Goals of this class in place of the object's"),
     ],
 )
 def test_explain_says_what_a_field_is_for(control_plane: cluster.Cluster, path: str, words: str) -> None:

@@ -303,15 +303,12 @@ def ttft_errors(points: Sequence[Point], step: StepModel) -> list[float]:
     for point in points:
         if point.concurrency > fewest:
             continue
-        load = load_at(scene_of(point, step), SETTINGS, 1e-6)
-        assert load is not None
         kv = (point.running - 1) * point.context
         chunks = max(1.0, point.isl / SETTINGS.long_prefill_token_threshold)
         seconds = (
             chunks * (step.base_seconds + (step.kv_token_seconds + step.mixed_kv_token_seconds) * kv)
             + step.token_seconds * max(0.0, point.isl - chunks * step.threshold_tokens)
             + step.attention_seconds * point.isl**2 / 2
-            + load.residual_seconds
         )
         errors.append(abs(seconds / point.ttft_seconds - 1))
     return errors

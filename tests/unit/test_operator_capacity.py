@@ -1,39 +1,43 @@
 """The performance maths of one replica."""
 
 import math
-import random
+import os
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate_engine.blocks import BlockPool
-from tidegate_engine.request import Request
-from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings, Envelope, find_violation
-from tidegate_engine.steptime import StepModel, load_profile, shape_of_step
+from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.capacity import (
+    Load,
     Scenario,
     Targets,
     attainment,
     best_settings,
-    candidates,
     capacity_of,
     full_batch_itl_seconds,
+    lattice_of,
     load_at,
     predict,
     scenario,
+    score_of,
 )
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.observation import Bottleneck, EngineInfo
+from tidegate_sim.saturation import Replica, measure, requests_of
 
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 H100 = load_profile("h100-llama-3.1-8b")
 PRESENT = BatchSettings(64, 4096, 1024)
 ENVELOPE = Envelope()
 CHAT = ((1.0, 1000, 250),)
 SHORT_IN_LONG_OUT = ((1.0, 128, 700),)
 LONG_IN_SHORT_OUT = ((1.0, 3000, 64),)
+RAG = ((1.0, 8000, 200),)
+REASONING = ((1.0, 300, 2000),)
+MIXED = ((0.55, 1000, 250), (0.2, 8000, 200), (0.05, 300, 2000), (0.2, 200, 100))
 CHAT_TARGETS = Targets(1.0, 0.05)
 Lengths = tuple[tuple[float, int, int], ...]
 
@@ -194,11 +198,41 @@ def test_settings_that_break_the_itl_target_in_a_full_batch_are_left() -> None:
 
 def test_a_narrow_envelope_is_kept() -> None:
     envelope = Envelope((10, 20), (600, 700), (100, 130))
-    offered = list(candidates(envelope))
+    offered = list(lattice_of(scene_of(CHAT), envelope).points(1))
     assert offered
     assert all(find_violation(item, envelope) is None for item in offered)
     plan = best_settings(scene_of(CHAT), envelope, present=BatchSettings(10, 600, 100))
     assert find_violation(plan.settings, envelope) is None
+
+
+@pytest.mark.parametrize("lengths", [CHAT, SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT, MIXED])
+@pytest.mark.parametrize("targets", [Targets(1.0, 0.05), Targets(2.0), Targets(2.0, 0.03)])
+def test_a_coarse_search_finds_what_an_exhaustive_one_finds(
+    monkeypatch: pytest.MonkeyPatch, lengths: Lengths, targets: Targets
+) -> None:
+    scene, envelope = scene_of(lengths, targets), Envelope((8, 256), (512, 8192), (256, 4096))
+    exhaustive = best_settings(scene, envelope, present=PRESENT)
+    assert max(score_of(scene, item) for item in lattice_of(scene, envelope).points(2)) <= 1.06 * score_of(
+        scene, exhaustive.settings
+    )
+    monkeypatch.setattr("tidegate_operator.capacity.MOST_POINTS", 40)
+    coarse = best_settings(scene, envelope, present=PRESENT)
+    assert score_of(scene, coarse.settings) >= 0.98 * score_of(scene, exhaustive.settings)
+
+
+def test_the_widest_envelope_takes_no_more_looks_than_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counted(scene: Scenario, batch: BatchSettings, rate: float) -> Load | None:
+        nonlocal looks
+        looks += 1
+        return load_at(scene, batch, rate)
+
+    monkeypatch.setattr("tidegate_operator.capacity.load_at", counted)
+    wide = Envelope((1, 1 << 20), (1, 1 << 20), (1, 1 << 20))
+    plan = best_settings(scene_of(MIXED), wide, present=PRESENT)
+    assert looks < 2500
+    assert plan.capacity.requests_per_second >= 0.9 * capacity_of(scene_of(MIXED), PRESENT).requests_per_second
 
 
 def test_everything_in_a_load_adds_up() -> None:
@@ -209,42 +243,101 @@ def test_everything_in_a_load_adds_up() -> None:
     assert replace(load, rate=0).kv_tokens > load.decoding * 1000
 
 
-def simulate(batch: BatchSettings, lengths: tuple[int, int], *, rate: float, requests: int) -> tuple[float, float]:
-    """TTFT and ITL p95 of the engine's own scheduler in virtual time, with Poisson arrivals of a fixed seed."""
-    scheduler = Scheduler(batch, BlockPool(22_000, 16, prefix_caching=False), max_model_len=32768)
-    dice, arrivals, at = random.Random(7), [], 0.0
-    for index in range(requests):
-        at += dice.expovariate(rate)
-        arrivals.append(Request(str(index), *lengths, at))
-    arrivals.reverse()
-    now = 0.0
-    ttfts: list[float] = []
-    gaps: list[float] = []
-    while arrivals or scheduler.has_work:
-        while arrivals and arrivals[-1].arrival <= now:
-            scheduler.add(arrivals.pop())
-        if not scheduler.has_work:
-            now = arrivals[-1].arrival
-            continue
-        step = scheduler.plan(now)
-        now += H100.step.seconds(shape_of_step(step))
-        for event in scheduler.commit(step, None, now):
-            if event[3] is None:
-                ttfts.append(now - event[0].arrival)
-            else:
-                gaps.append(event[3])
-    cut = requests // 5
-    return sorted(ttfts[cut:])[int(0.95 * (requests - cut))], sorted(gaps)[int(0.95 * len(gaps))]
+# --- against the engine's own scheduler ------------------------------------------------------------------------------
+
+BOTH_TARGETS, TTFT_ONLY, LOOSE, STRICT = Targets(1.0, 0.05), Targets(1.0), Targets(3.0, 0.1), Targets(2.0, 0.03)
+TOLERANCE = 0.15
+QUICK = (
+    (CHAT, STRICT, BatchSettings(128, 2048, 512), 400),
+    (RAG, BOTH_TARGETS, BatchSettings(128, 2048, 512), 400),
+    (RAG, TTFT_ONLY, BatchSettings(32, 1024, 256), 400),
+    (REASONING, BOTH_TARGETS, BatchSettings(32, 1024, 256), 100),
+    (MIXED, TTFT_ONLY, BatchSettings(64, 4096, 1024), 900),
+)
+"""Lengths, targets, settings, and as many requests as it takes to see it."""
+GRID = tuple(
+    (lengths, targets, batch, count)
+    for lengths, count in ((CHAT, 1500), (RAG, 1000), (REASONING, 600), (MIXED, 2000))
+    for targets in (BOTH_TARGETS, TTFT_ONLY, LOOSE, STRICT)
+    for batch in (
+        BatchSettings(64, 4096, 1024),
+        BatchSettings(128, 2048, 512),
+        BatchSettings(256, 8192, 8192),
+        BatchSettings(32, 1024, 256),
+        BatchSettings(16, 4096, 2048),
+    )
+)
+
+
+def replica_of(batch: BatchSettings, *, kv_blocks: int = 22_000) -> Replica:
+    return Replica(H100.step, kv_blocks, 16, 32768, batch)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("lengths", "targets", "batch", "count"), GRID if PROVE else QUICK)
+def test_the_largest_rate_is_the_one_that_the_scheduler_carries(
+    lengths: Lengths, targets: Targets, batch: BatchSettings, count: int
+) -> None:
+    """Within 15 %: a rate below what is predicted meets the targets, and a rate above it does not."""
+    capacity = capacity_of(scene_of(lengths, targets), batch)
+    if capacity.unreachable:
+        pytest.skip("an idle replica misses the target")
+    requests = requests_of(lengths, count=count, seed=7)
+    low, high = capacity.requests_per_second / (1 + TOLERANCE), capacity.requests_per_second / (1 - TOLERANCE)
+    assert measure(replica_of(batch), requests, rate=low).meets(targets)
+    assert not measure(replica_of(batch), requests, rate=high).meets(targets)
 
 
 @pytest.mark.parametrize(
     ("lengths", "batch"),
-    [((1000, 100), BatchSettings(64, 2048, 512)), ((128, 200), BatchSettings(128, 1024, 256))],
+    [
+        (((1.0, 1000, 100),), BatchSettings(64, 2048, 512)),
+        (((1.0, 128, 200),), BatchSettings(128, 1024, 256)),
+        (((1.0, 8000, 50),), BatchSettings(64, 4096, 1024)),
+    ],
 )
-def test_latencies_are_predicted_as_the_scheduler_makes_them(lengths: tuple[int, int], batch: BatchSettings) -> None:
-    scene = scene_of(((1.0, *lengths),), Targets(1.0, 0.05))
+def test_latencies_are_predicted_as_the_scheduler_makes_them(lengths: Lengths, batch: BatchSettings) -> None:
+    scene = scene_of(lengths, Targets(1.0, 0.05))
     rate = 0.7 * capacity_of(scene, batch).requests_per_second
     prediction = predict(scene, batch, rate)
-    ttft, itl = simulate(batch, lengths, rate=rate, requests=300)
-    assert prediction.ttft_p95_seconds == pytest.approx(ttft, rel=0.4)
-    assert prediction.itl_p95_seconds == pytest.approx(itl, rel=0.25)
+    seen = measure(replica_of(batch), requests_of(lengths, count=400, seed=7), rate=rate)
+    assert prediction.ttft_p95_seconds == pytest.approx(seen.ttft_p95_seconds, rel=0.2)
+    assert prediction.itl_p95_seconds == pytest.approx(seen.itl_p95_seconds, rel=0.2)
+
+
+def test_prompts_crowd_near_saturation_as_the_scheduler_makes_them() -> None:
+    """Long prompts that are read side by side slow each other, so more of them come before they are done."""
+    batch, requests = BatchSettings(64, 4096, 1024), requests_of(RAG, count=800, seed=7)
+    scene = scene_of(RAG, TTFT_ONLY)
+    for share in (0.7, 0.9):
+        rate = share * capacity_of(scene_of(RAG, Targets(4.0)), batch).requests_per_second
+        seen = measure(replica_of(batch), requests, rate=rate)
+        assert predict(scene, batch, rate).ttft_p95_seconds == pytest.approx(seen.ttft_p95_seconds, rel=0.3)
+
+
+def test_whole_answers_take_as_long_as_the_scheduler_takes() -> None:
+    batch = BatchSettings(64, 2048, 512)
+    seen = measure(replica_of(batch), requests_of(CHAT, count=400, seed=7), rate=8.0)
+    predicted = predict(scene_of(CHAT), batch, 8.0).end_to_end_p95_seconds
+    assert predicted == pytest.approx(seen.end_to_end_p95_seconds, rel=0.15)
+
+
+def test_a_prefix_that_all_prompts_share_is_worth_what_the_scheduler_saves() -> None:
+    batch, targets = BatchSettings(64, 4096, 1024), Targets(1.0, 0.05)
+    scene = scenario(H100.step, engine_of(H100.step), mix=mix_of(RAG, cached=0.75), targets=targets)
+    assert scene is not None
+    capacity = capacity_of(scene, batch)
+    requests = requests_of(RAG, count=300, seed=7)
+    low, high = capacity.requests_per_second / (1 + TOLERANCE), capacity.requests_per_second / (1 - TOLERANCE)
+    assert measure(replica_of(batch), requests, rate=low, shared_tokens=6000).meets(targets)
+    assert not measure(replica_of(batch), requests, rate=high, shared_tokens=6000).meets(targets)
+
+
+def test_a_small_kv_pool_carries_what_the_scheduler_carries_with_its_preemptions() -> None:
+    batch, targets = BatchSettings(128, 4096, 1024), Targets(3.0, 0.1)
+    capacity = capacity_of(scene_of(REASONING, targets, kv_blocks=2_500), batch)
+    assert capacity.bottleneck == Bottleneck.KV
+    requests = requests_of(REASONING, count=500, seed=7)
+    replica = replica_of(batch, kv_blocks=2_500)
+    assert measure(replica, requests, rate=capacity.requests_per_second / (1 + TOLERANCE)).meets(targets)
+    assert not measure(replica, requests, rate=capacity.requests_per_second / (1 - TOLERANCE)).meets(targets)

@@ -835,6 +835,134 @@ def test_replicas_do_not_go_down_while_settings_are_verified() -> None:
     assert decide(spec, replace(applied, now=NOW + 61), during.memory).replicas < 8
 
 
+def test_a_mix_that_is_still_changing_is_waited_for() -> None:
+    spec = tuned_spec()
+    first = decide(spec, seen(demand_of(2, osl=16), ready=2), {})
+    settings = first.settings
+    changing = running_on(seen(demand_of(2, **LONG_ANSWERS), ready=2), first)
+    at_once = decide(spec, replace(changing, now=NOW + 40), first.memory)
+    assert at_once.settings == settings
+    later = decide(spec, replace(changing, now=NOW + 60), at_once.memory)
+    assert later.reason == "RetunedForMix"
+
+
+def test_settings_that_cannot_carry_the_load_do_not_wait_for_the_mix_to_settle() -> None:
+    spec = tuned_spec()
+    first = decide(spec, seen(demand_of(6, osl=16), ready=1), {})
+    flooded = running_on(seen(demand_of(6, osl=1024), ready=1), first)
+    assert decide(spec, replace(flooded, now=NOW + 40), first.memory).settings_reason == "RetunedForMix"
+
+
+def test_in_a_backlog_settings_are_chosen_to_drain_it_and_no_steady_latency_is_promised() -> None:
+    spec = tuned_spec(maxSequences={"initial": 8})
+    waiting = demand_of(4, waiting=300.0, running=16.0, ttft_p95_seconds=23.0, **LONG_ANSWERS)
+    decision = decide(spec, seen(waiting, ready=2), {})
+    assert decision.settings_reason == "RetunedForMix"
+    assert "late requests a replica drain in" in decision.settings_message
+    assert "TTFT" not in decision.settings_message
+    assert decision.inputs["trial_predicted_drain_seconds"] > 1
+
+
+def test_longer_waits_while_a_backlog_drains_do_not_roll_settings_back() -> None:
+    spec = tuned_spec(maxSequences={"initial": 8}, verificationSeconds=60)
+    waiting = demand_of(4, waiting=300.0, running=16.0, ttft_p95_seconds=8.0, **LONG_ANSWERS)
+    changed = decide(spec, seen(waiting, ready=2), {})
+    still = running_on(seen(replace(waiting, waiting=200.0, ttft_p95_seconds=10.0), ready=2), changed)
+    judged = decide(spec, replace(still, now=NOW + 61), changed.memory)
+    assert judged.settings == changed.settings
+    slower = running_on(seen(replace(waiting, ttft_p95_seconds=10.0, itl_p95_seconds=0.5), ready=2), changed)
+    assert decide(spec, replace(slower, now=NOW + 61), changed.memory).settings_reason == "SettingsRolledBack"
+
+
+@pytest.mark.parametrize(("window_seconds", "grows"), [(3.0, False), (35.0, True)])
+def test_few_requests_right_after_the_first_samples_add_no_replica(window_seconds: float, grows: bool) -> None:
+    spec = spec_of()
+    rate = capacity_of_one(spec_of(objectives={"ttft": {"milliseconds": 1000}})) * 1.5
+    few = demand_of(5 / 3.0 if not grows else rate, isl=16384, osl=1024, window_seconds=window_seconds)
+    decision = decide(spec, seen(few, ready=1), {})
+    assert decision.wanted_replicas is not None and decision.wanted_replicas > 1
+    assert (decision.replicas > 1) == grows
+    assert ("TooFewRequests" in decision.bounded_by) == (not grows)
+
+
+# --- objectives
+
+
+def with_two_patterns(rate: float) -> Demand:
+    """Half short questions with long answers, half long prompts with short answers."""
+    return replace(
+        demand_of(rate),
+        arrivals_per_second={64: rate / 2, 4096: rate / 2},
+        finished_per_second={(64, 256): rate / 2, (4096, 64): rate / 2},
+    )
+
+
+def class_spec(mode: str = "Auto", **objectives: Any) -> Spec:
+    """A class of each pattern; `objectives` of either by name."""
+    classes = [
+        {"name": "Answers", "inputTokens": {"max": 1024}},
+        {"name": "Documents", "inputTokens": {"min": 1024}},
+    ]
+    return spec_of(
+        batching={"mode": mode},
+        objectives={"ttft": {"milliseconds": 4000}, "interTokenLatency": {"milliseconds": 200}},
+        trafficClasses=[
+            item | {"objectives": objectives[str(item["name"])]} if item["name"] in objectives else item
+            for item in classes
+        ],
+    )
+
+
+def test_the_plan_follows_the_pattern_that_binds_and_the_decision_says_which() -> None:
+    observation = seen(with_two_patterns(4.0), ready=2)
+    hurried = decide(class_spec(Documents={"ttft": {"milliseconds": 500}}), observation, {})
+    smooth = decide(class_spec(Answers={"interTokenLatency": {"milliseconds": 20}}), observation, {})
+    assert hurried.binding == "ttft:Documents" and "ttft of Documents binds" in hurried.message
+    kept = decide(class_spec("Fixed", Answers={"interTokenLatency": {"milliseconds": 30}}), observation, {})
+    assert kept.binding == "itl:Answers" and "itl of Answers binds" in kept.message
+    assert hurried.settings.long_prefill_token_threshold > smooth.settings.long_prefill_token_threshold
+    assert smooth.inputs["capacityPerReplica"] != hurried.inputs["capacityPerReplica"]
+
+
+def test_feedback_works_on_the_pattern_that_misses_its_goal() -> None:
+    spec = class_spec("Fixed", Documents={"ttft": {"milliseconds": 900}})
+    observed = {
+        ("ttft", "Documents"): {4.0: 0.0, 6.3: 1.0, math.inf: 1.0},
+        ("ttft", "Answers"): {0.1: 0.0, 0.16: 1.0, math.inf: 1.0},
+    }
+    calm = seen(with_two_patterns(2.5), ready=1)
+    missed = seen(replace(with_two_patterns(2.5), finished_buckets=observed), ready=1)
+    assert decide(spec, calm, {}).replicas == 1
+    decision = decide(spec, missed, {})
+    assert decision.replicas > 1 and decision.reason == "TargetMissed"
+
+
+def test_a_goal_for_whole_answers_needs_more_replicas_than_one_for_first_tokens() -> None:
+    load = demand_of(6.0, isl=256, osl=256)
+    first = decide(spec_of(), seen(load, ready=1), {})
+    whole = decide(spec_of(objectives={"endToEnd": {"milliseconds": 6000}}), seen(load, ready=1), {})
+    assert whole.inputs["capacityPerReplica"] < first.inputs["capacityPerReplica"]
+    assert whole.binding == "endToEnd"
+
+
+def test_a_floor_of_tokens_keeps_replicas_that_the_load_does_not_ask_for() -> None:
+    load = demand_of(0.5, isl=256, osl=256)
+    spec = spec_of(objectives={"outputTokensPerSecond": 20_000})
+    decision = decide(spec, seen(load, ready=1), {})
+    assert decision.replicas > decide(spec_of(), seen(load, ready=1), {}).replicas
+    assert "as outputTokensPerSecond asks" in decision.message
+    tokens = decision.inputs["floorPerSecond"] * 256
+    assert tokens == pytest.approx(20_000, rel=0.6), "in requests of the length that is seen"
+
+
+def test_priority_cost_takes_no_replica_for_the_headroom() -> None:
+    spec = spec_of(autoscaling={"headroomPercent": 40})
+    load = demand_of(1.5 * capacity_of_one(spec))
+    thrifty = spec_of(autoscaling={"headroomPercent": 40}, objectives={"priority": "Cost"})
+    assert decide(spec, seen(load, ready=1), {}).replicas == 3
+    assert decide(thrifty, seen(load, ready=1), {}).replicas == 2
+
+
 # --- properties
 
 

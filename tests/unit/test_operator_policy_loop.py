@@ -302,6 +302,31 @@ def test_a_flip_of_the_mix_at_a_constant_rate_changes_settings_and_replicas() ->
     assert (percentile(late) or math.inf) < 1.5, "and the target is met again"
 
 
+def test_a_flip_of_the_mix_is_one_change_of_the_settings() -> None:
+    """Two on the way back, where the settings of the old mix cannot carry the new one for as long as a window."""
+    fleet = Fleet(spec_with(), steady(3.0), lambda now: LONG_IN_SHORT_OUT if 300 <= now < 600 else SHORT_IN_LONG_OUT)
+    fleet.run(900, tick=0.25)
+    flips = [[at for at, _, _ in fleet.retunings() if start <= at < start + 300] for start in (0, 300, 600)]
+    assert [len(changes) for changes in flips[:2]] == [1, 1]
+    assert 1 <= len(flips[2]) <= 2
+    late = [ttft for at, ttft in fleet.first if at > fleet.now - 60]
+    assert (percentile(late) or math.inf) < 1.5
+
+
+def test_no_latency_of_a_steady_state_is_promised_while_a_backlog_drains() -> None:
+    spec = parse_spec(
+        spec_with(maxReplicas=1).model_dump(mode="json", by_alias=True, exclude_none=True)
+        | {"batching": {"maxSequences": {"initial": 4}, "minIntervalSeconds": 10, "verificationSeconds": 20}}
+    )
+    fleet = Fleet(spec, steady(1.5), only(SHORT_IN_LONG_OUT))
+    fleet.run(240, tick=0.25)
+    first = next(message for _, _, message in fleet.retunings())
+    assert "late requests a replica drain in" in first and "TTFT" not in first
+    assert not any(decision.settings_reason == "SettingsRolledBack" for _, decision, _ in fleet.decisions)
+    late = [ttft for at, ttft in fleet.first if at > fleet.now - 30]
+    assert (percentile(late) or math.inf) < 1.5, "and it is gone afterwards"
+
+
 @pytest.mark.parametrize("lengths", [SHORT_IN_LONG_OUT, LONG_IN_SHORT_OUT], ids=["decode", "prefill"])
 def test_constant_load_with_noise_is_no_event_for_an_hour(lengths: Lengths) -> None:
     fleet = Fleet(spec_with(syncPeriodSeconds=15), steady(2.0), only(lengths), noise=0.05)

@@ -140,6 +140,12 @@ class PolicyType(StrEnum):
     PERCENT = "Percent"
 
 
+class Priority(StrEnum):
+    LATENCY = "Latency"
+    THROUGHPUT = "Throughput"
+    COST = "Cost"
+
+
 class OnMissingPolicy(StrEnum):
     HOLD = "Hold"
     FALLBACK = "Fallback"
@@ -431,8 +437,11 @@ class Batching(Part):
         description="Prompt tokens of one request that one step takes at most. Default: 256 to 8192, initial 1024.",
         json_schema_extra=_range_rules("prefillChunkTokens", 256, 8192),
     )
-    max_step_percent: int = Field(
-        default=50, ge=1, le=400, description="Largest change of a setting at once, in percent of its value."
+    max_step_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=400,
+        description="Largest change of a setting at once, in percent of its value. No limit when absent.",
     )
     min_interval_seconds: int = Field(
         default=30, ge=1, le=3600, description="Shortest time between two changes of the settings."
@@ -457,15 +466,56 @@ class Objective(Part):
         return self.milliseconds / 1000
 
 
-class Objectives(Part):
+_ENDS_LAST = (
+    "!has(self.ttft) || !has(self.endToEnd) || self.ttft.milliseconds <= self.endToEnd.milliseconds",
+    "objectives: endToEnd must not be below ttft",
+)
+
+
+class LatencyObjectives(Part):
     ttft: Objective | None = Field(
         default=None, description="Goal for the time from the arrival of a request to its first token."
     )
     inter_token_latency: Objective | None = Field(
         default=None, description="Goal for the time between two output tokens of a request."
     )
+    end_to_end: Objective | None = Field(
+        default=None, description="Goal for the time from the arrival of a request to its last token."
+    )
+
+
+class Objectives(LatencyObjectives):
+    model_config = ConfigDict(json_schema_extra=_rules(_ENDS_LAST))
+
     queue_time: Objective | None = Field(
         default=None, description="Goal for the time that a request waits before its first step."
+    )
+    output_tokens_per_second: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000_000,
+        description="Output tokens a second that all replicas together must be able to give, whatever arrives.",
+    )
+    priority: Priority = Field(
+        default=Priority.LATENCY,
+        description=(
+            "What wins where goals leave a choice. Latency: batch settings that bear an overload, for up to a twentieth"
+            " of the rate. Throughput: those of the largest rate. Cost: these, and no replica for headroomPercent."
+        ),
+    )
+
+
+class ClassObjectives(LatencyObjectives):
+    """Goals of one class; what it does not give is the object's."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            _ENDS_LAST,
+            (
+                "has(self.ttft) || has(self.interTokenLatency) || has(self.endToEnd)",
+                "trafficClasses.objectives: give ttft, interTokenLatency or endToEnd",
+            ),
+        )
     )
 
 
@@ -499,6 +549,10 @@ class TrafficClass(Part):
     output_tokens: TokenRange = Field(
         default_factory=TokenRange,
         description="Length of the answer. Snaps to the edges of the metrics: 0, 16, 64, 256, 1024, 4096, 16384.",
+    )
+    objectives: ClassObjectives | None = Field(
+        default=None,
+        description="Goals of this class in place of the object's; it is judged by itself, by requests that ended.",
     )
 
 

@@ -55,6 +55,11 @@ class ClassStatus(Part):
     share_percent: int | None = Field(default=None, description="Share of the requests.")
     input_tokens_mean: int | None = Field(default=None, description="Mean length of the prompts.")
     output_tokens_mean: int | None = Field(default=None, description="Mean length of the answers.")
+    ttft_p95_milliseconds: int | None = Field(
+        default=None, description="Time to the first token of requests that ended, 95th percentile."
+    )
+    itl_p95_milliseconds: int | None = Field(default=None, description="Time between two tokens, likewise.")
+    end_to_end_p95_milliseconds: int | None = Field(default=None, description="Time to the last token, likewise.")
 
 
 class TrafficStatus(Part):
@@ -72,6 +77,9 @@ class ObjectivesStatus(Part):
     ttft_p95_milliseconds: int | None = Field(default=None, description="Time to the first token, 95th percentile.")
     itl_p95_milliseconds: int | None = Field(default=None, description="Time between two tokens, 95th percentile.")
     queue_p95_milliseconds: int | None = Field(default=None, description="Time in the queue, 95th percentile.")
+    end_to_end_p95_milliseconds: int | None = Field(
+        default=None, description="Time to the last token of requests that ended, 95th percentile."
+    )
 
 
 class DecisionStatus(Part):
@@ -88,6 +96,9 @@ class DecisionStatus(Part):
         json_schema_extra=ATOMIC,
     )
     bottleneck: Word = Field(default="None", description="What is scarcest: Prefill, Decode, KV, Queue or None.")
+    binding: Word | None = Field(
+        default=None, description="Goal that limits a replica, such as ttft or ttft:CLASS. Absent: it is simply full."
+    )
     inputs: dict[str, float] = Field(
         default_factory=dict, max_length=64, description="Values of the formula, to recompute the number by hand."
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate_operator import formula
+from tidegate_operator.goals import in_short
 from tidegate_operator.objects import UnreadableInput, read_objects
 
 DESCRIPTION = """\
@@ -163,7 +164,8 @@ def _last_decision(scaling: Fields) -> Iterable[str]:
     yield f"    {decision.get('message')}"
     bottleneck = decision.get("bottleneck", "None")
     if bottleneck != "None":
-        yield f"    a replica is bound by: {bottleneck}"
+        goal = f", and by the goal for {in_short(decision['binding'])}" if decision.get("binding") else ""
+        yield f"    a replica is bound by: {bottleneck}{goal}"
     inputs = {name: value for name, value in _part(decision, "inputs").items() if isinstance(value, int | float)}
     yield from the_sum(inputs)
     if bounded := decision.get("boundedBy"):
@@ -177,6 +179,7 @@ def the_sum(inputs: formula.Inputs) -> Iterable[str]:
     if all(name in inputs for name in names):
         arrivals, backlog, capacity, correction, headroom = (inputs[name] for name in names)
         foreseen = f", foreseen {inputs['forecastPerSecond']:g}," if "forecastPerSecond" in inputs else ""
+        foreseen += f", at least {inputs['floorPerSecond']:g}," if "floorPerSecond" in inputs else ""
         yield (
             f"    needed = (arrivals {arrivals:g}{foreseen} + backlog {backlog:g}) req/s / (capacity {capacity:g} x"
             f" correction {correction:g} x (1 - headroom {headroom:g} %)) = {formula.needed(inputs):.2f} replicas"

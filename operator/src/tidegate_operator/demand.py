@@ -45,6 +45,9 @@ TERMS = (
     Term("ttft", "ttft_seconds_bucket", Kind.RATE, ("le",)),
     Term("itl", "itl_seconds_bucket", Kind.RATE, ("le",)),
     Term("queue", "queue_seconds_bucket", Kind.RATE, ("le",)),
+    Term("finished_ttft", "finished_ttft_seconds_bucket", Kind.RATE, ("pattern", "le")),
+    Term("finished_itl", "finished_itl_seconds_bucket", Kind.RATE, ("pattern", "le")),
+    Term("end_to_end", "e2e_seconds_bucket", Kind.RATE, ("pattern", "le")),
     Term("prompt_tokens", "prompt_tokens_total", Kind.RATE),
     Term("cached_prompt_tokens", "cached_prompt_tokens_total", Kind.RATE),
     Term("generation_tokens", "generation_tokens_total", Kind.RATE),
@@ -220,6 +223,11 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
     def p95(name: str) -> float | None:
         return quantile({float(label): value for (label,), value in totals.get(name, {}).items()}, 0.95)
 
+    finished: dict[tuple[str, str], dict[float, float]] = {}
+    for name, figure in (("finished_ttft", "ttft"), ("finished_itl", "itl"), ("end_to_end", "endToEnd")):
+        for (pattern, bound), value in totals.get(name, {}).items():
+            finished.setdefault((figure, pattern), {})[float(bound)] = value
+
     kv = totals.get("kv_blocks", {})
     kv_total = sum(kv.values())
     return Demand(
@@ -241,6 +249,7 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
         kv_used_ratio=kv.get(("used",), 0.0) / kv_total if kv_total > 0 else None,
         preemptions_per_second=total("preemptions"),
         pods_covered=len(covered),
+        finished_buckets=finished,
     )
 
 

@@ -44,8 +44,8 @@ def needs(inputs: Inputs) -> Needs | None:
 
 
 def load(inputs: Inputs) -> float:
-    """Requests per second to be carried: what arrives, or is foreseen to, and the backlog spread over its drain."""
-    arriving = max(inputs["arrivalsPerSecond"], inputs.get("forecastPerSecond", 0.0))
+    """Requests per second to be carried: what arrives, is foreseen to or was asked for; and the backlog's drain."""
+    arriving = max(inputs["arrivalsPerSecond"], inputs.get("forecastPerSecond", 0.0), inputs.get("floorPerSecond", 0.0))
     return arriving + inputs["backlogPerSecond"]
 
 

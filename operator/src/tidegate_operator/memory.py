@@ -42,7 +42,7 @@ class Trial:
     """Of the last change."""
     before: BatchSettings
     measured: Mapping[str, float]
-    """Before the first change: ttft_seconds, itl_seconds, queue_seconds, rate, prefill_tokens, decode_tokens."""
+    """Before the first change: ttft_seconds, itl_seconds and such, rate, prefill_tokens, decode_tokens, late."""
     predicted: Mapping[str, float]
     """With the new settings: ttft_seconds, itl_seconds, capacity; `…_before` with the old ones."""
 
@@ -60,6 +60,9 @@ class Memory:
     cooldown_until: float | None = None
     settled: tuple[float, ...] = ()
     """The mix and model for which the present settings were found good enough."""
+    watched: tuple[float, ...] = ()
+    watched_since: float | None = None
+    """The mix as it was then, and since when it has been about that."""
     history: tuple[Want, ...] = ()
     since: float | None = None
     """Start of the history without a gap."""
@@ -93,6 +96,8 @@ def load_memory(data: Mapping[str, object]) -> Memory:
             effect=_figures(data.get("effect")),
             cooldown_until=_number(data.get("cooldownUntil")),
             settled=tuple(float(item) for item in _list(data.get("settled"))),
+            watched=tuple(float(item) for item in _list(data.get("watched"))),
+            watched_since=_number(data.get("watchedSince")),
             history=tuple(Want(float(at), int(most), int(least)) for at, most, least in _rows(data.get("history"))),
             since=_number(data.get("since")),
             pending_at=_number(data.get("pendingAt")),
@@ -127,6 +132,8 @@ def dump_memory(memory: Memory) -> dict[str, object]:
         "effect": dict(memory.effect) or None,
         "cooldownUntil": _stamp(memory.cooldown_until),
         "settled": list(memory.settled) or None,
+        "watched": list(memory.watched) or None,
+        "watchedSince": _stamp(memory.watched_since),
         "history": [[_stamp(item.at), item.most, item.least] for item in memory.history] or None,
         "since": _stamp(memory.since),
         "pendingAt": _stamp(memory.pending_at),

@@ -83,6 +83,8 @@ class Demand:
     preemptions_per_second: float | None
     pods_covered: int
     """Pods with a fresh sample."""
+    finished_buckets: Mapping[tuple[str, str], Mapping[float, float]] = field(default_factory=dict)
+    """Cumulative histograms (upper bound → rate) of requests that ended, by (`ttft`, `itl` or `endToEnd`, pattern)."""
 
 
 class MetricsState(StrEnum):
@@ -213,6 +215,8 @@ class Decision:
     limits: Limits | None = None
     """The bounds at that time; None where others choose the number."""
     bottleneck: Bottleneck = Bottleneck.NONE
+    binding: str = ""
+    """The goal that limits a replica's capacity, `ttft` or `ttft:PATTERN`; empty when it is simply full."""
     mix: tuple[PatternShare, ...] = ()
     inputs: Mapping[str, float] = field(default_factory=dict)
     """The formula's values, so that a human can recompute the number."""

@@ -14,11 +14,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidegate_engine.steptime import StepModel
 from tidegate_operator import formula
 from tidegate_operator.api import OnMissingPolicy, PolicyType, ScalingMode, ScalingPolicy, SelectPolicy, Spec
-from tidegate_operator.capacity import Capacity, Scenario, Targets, capacity_of, scenario
+from tidegate_operator.capacity import Capacity, Scenario, capacity_of, scenario
 from tidegate_operator.forecast import Foreseen, foresee, interrupt, observe
 from tidegate_operator.formula import Needs, figure
+from tidegate_operator.goals import (
+    headroom_percent,
+    in_short,
+    judge,
+    pattern_targets_of,
+    prefers_safety,
+    targets_of,
+    worst_ratio,
+)
 from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
     Memory,
@@ -41,6 +51,7 @@ from tidegate_operator.observation import (
     Bottleneck,
     Decision,
     Demand,
+    EngineInfo,
     Limits,
     MetricsState,
     Observation,
@@ -52,6 +63,8 @@ from tidegate_operator.zero import ScaleToZero, may_sleep, must_wake, watch
 
 WITHDRAW_SECONDS = 300
 """A pod that no node takes for this long is withdrawn, but for one that waits for the next free GPU."""
+TREND_REQUESTS, TREND_SECONDS = 20, 30.0
+"""So many arrivals, or a window of so long, tell a rate that replicas may be added for."""
 UNKNOWN_START_SECONDS = 30
 WAKING_REPLICAS = 2
 """From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
@@ -130,7 +143,7 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     if fresh and observation.demand is not None:
         mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
         if engine is not None and engine.step_model is not None:
-            scene = scenario(engine.step_model, engine, mix=mix, targets=targets_of(spec))
+            scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
     limits = limits_at(
         spec,
         observation.now,
@@ -152,6 +165,12 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     )
 
 
+def scene_of(spec: Spec, engine: EngineInfo, *, model: StepModel, mix: Mix) -> Scenario | None:
+    """One replica under the mix, and all that was asked of it."""
+    scene = scenario(model, engine, mix=mix, targets=targets_of(spec), by_pattern=pattern_targets_of(spec))
+    return replace(scene, prefers_safety=prefers_safety(spec)) if scene else None
+
+
 def counts(spec: Spec, observation: Observation) -> dict[str, float]:
     """The pods, as every rule sees them."""
     ready = observation.count(ReplicaPhase.READY)
@@ -164,15 +183,6 @@ def counts(spec: Spec, observation: Observation) -> dict[str, float]:
         "lostReplicas": lost(spec, observation),
     }
     return {name: float(number) for name, number in found.items()}
-
-
-def targets_of(spec: Spec) -> Targets:
-    goals = spec.objectives
-    return Targets(
-        ttft_seconds=goals.ttft.seconds if goals.ttft else None,
-        itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
-        queue_seconds=goals.queue_time.seconds if goals.queue_time else None,
-    )
 
 
 def has_fresh_data(observation: Observation) -> bool:
@@ -298,7 +308,7 @@ def correct_by_measurement(context: Context) -> Context:
     enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
     if not settled or not enough or credited(context.spec, context.observation):
         return context
-    miss = worst_ratio(context.spec, demand, without=capacity.unreachable)
+    miss = worst_ratio(judge(context.spec, demand), without=capacity.unreachable)
     figures = figures_of(context, demand, capacity)
     estimate = formula.needs(figures)
     enough_seen = estimate is not None and estimate.up <= context.current
@@ -315,18 +325,6 @@ def _ready_times(observation: Observation) -> list[float]:
     return [replica.ready_at for replica in observation.replicas if replica.ready_at is not None]
 
 
-def worst_ratio(spec: Spec, demand: Demand, *, without: Sequence[str] = ()) -> float:
-    """The worst observed 95th percentile over its target; 0 when there is no target or nothing was observed."""
-    targets = targets_of(spec)
-    pairs = {
-        "ttft": (demand.ttft_p95_seconds, targets.ttft_seconds),
-        "itl": (demand.itl_p95_seconds, targets.itl_seconds),
-        "queue": (demand.queue_p95_seconds, targets.queue_seconds),
-    }
-    ratios = [seen / goal for name, (seen, goal) in pairs.items() if seen is not None and goal and name not in without]
-    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
-
-
 def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str, float]:
     """What the formula takes where a capacity is known: the arriving work, the backlog, what one replica carries."""
     spec, memory = context.spec, context.memory
@@ -339,10 +337,14 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "correction": memory.correction,
-        "headroomPercent": float(spec.autoscaling.headroom_percent),
+        "headroomPercent": headroom_percent(spec),
         "drainSeconds": drain,
         "replicasToFit": float(replicas_to_fit(context, demand)),
     }
+    floor = spec.objectives.output_tokens_per_second
+    answer = sum(cell.share * cell.osl for cell in context.mix.cells)
+    if floor is not None and answer > 0:
+        figures["floorPerSecond"] = floor / answer
     if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
         figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
     if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
@@ -427,13 +429,18 @@ def need_by_model(context: Context) -> Context:
     arriving = f"{figures['arrivalsPerSecond']:.3g}"
     if "forecastPerSecond" in figures:
         arriving += f" rising to {figures['forecastPerSecond']:.3g} by its {context.foreseen.by}"
+    floor = figures.get("floorPerSecond", 0.0)
+    if floor > max(figures["arrivalsPerSecond"], figures.get("forecastPerSecond", 0.0)):
+        arriving = f"{floor:.3g} as outputTokensPerSecond asks"
     message = (
         f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
         f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
         f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
-        message += f"; no number of replicas reaches the target for {', '.join(capacity.unreachable)}"
+        message += f"; no number of replicas reaches the target for {', '.join(map(in_short, capacity.unreachable))}"
+    elif capacity.binding:
+        message += f"; the goal for {in_short(capacity.binding)} binds"
     return _want(context, figures | {"needed": figure(needed)}, message=message)
 
 
@@ -453,7 +460,7 @@ def need_by_reaction(context: Context) -> Context:
         return context
     ready = max(1, context.observation.count(ReplicaPhase.READY))
     pressure = {
-        "targets": worst_ratio(context.spec, demand),
+        "targets": worst_ratio(judge(context.spec, demand)),
         "waiting": demand.waiting / max(1.0, 0.25 * ready * context.tuning.settings.max_num_seqs),
         "slots": demand.running / (FULL_SLOTS * ready * context.tuning.settings.max_num_seqs),
         "kv": (demand.kv_used_ratio or 0.0) / FULL_SLOTS,
@@ -477,7 +484,7 @@ def prior_pressure(context: Context, demand: Demand) -> dict[str, float]:
     engine, ready = context.observation.engine, context.observation.count(ReplicaPhase.READY)
     if engine is None or engine.prior is None or not context.mix.cells or not ready:
         return {}
-    scene = scenario(engine.prior, engine, mix=context.mix, targets=targets_of(context.spec))
+    scene = scene_of(context.spec, engine, model=engine.prior, mix=context.mix)
     if scene is None:
         return {}
     guessed = capacity_of(scene, context.tuning.settings).requests_per_second
@@ -622,6 +629,17 @@ def limit_speed(context: Context) -> Context:
     return context
 
 
+def see_enough_first(context: Context) -> Context:
+    """Up only on a window that tells a rate: a few requests within seconds of the first sample are no trend."""
+    demand = context.observation.demand
+    if context.replicas <= context.current or demand is None:
+        return context
+    counted = sum(demand.arrivals_per_second.values()) * demand.window_seconds
+    if counted >= TREND_REQUESTS or demand.window_seconds >= TREND_SECONDS:
+        return context
+    return _bounded(_noted(context, "scaleUpLimit", context.current), context.current, rule="TooFewRequests")
+
+
 def _at_period_start(context: Context, period_seconds: float) -> int:
     recent = [scale for scale in context.memory.scales if scale.at > context.now - period_seconds]
     return context.current - sum(scale.after - scale.before for scale in recent)
@@ -721,6 +739,7 @@ RULES: tuple[Rule, ...] = (
     stabilise,
     wait_for_verification,
     limit_speed,
+    see_enough_first,
     ask_for_no_more_than_fits,
     note_what_is_held,
     keep_bounds,
@@ -760,6 +779,7 @@ def conclude(context: Context) -> Decision:
         bounded_by=context.bounded_by,
         limits=context.limits if context.spec.autoscaling.mode in (ScalingMode.AUTO, ScalingMode.OBSERVE) else None,
         bottleneck=capacity.bottleneck if capacity else Bottleneck.NONE,
+        binding=capacity.binding if capacity else "",
         mix=pattern_shares(context.mix, context.spec.patterns()),
         inputs=_inputs(context),
         settings_reason=tuning.reason or "",

@@ -14,6 +14,7 @@ from typing import Any
 from tidegate_engine.settings import BatchSettings, Pattern
 from tidegate_operator import api, api_status
 from tidegate_operator.api import ConditionType, Reason, ScalingMode, Target
+from tidegate_operator.goals import goals_of, judge, seen_of
 from tidegate_operator.observation import (
     STARTING_PHASES,
     WAITING_PHASES,
@@ -399,21 +400,15 @@ def _is_batching_applied(view: View) -> Verdict:
 
 
 def _is_objectives_met(view: View) -> Verdict:
-    wanted, demand = view.target.spec.objectives, view.observation.demand
+    spec, demand = view.target.spec, view.observation.demand
     before = _by_type(view.previous).get(ConditionType.OBJECTIVES_MET, {})
     margin = RECOVERY_MARGIN if before.get("reason") == Reason.MISSED else 1.0
-    pairs = (
-        ("time to first token", wanted.ttft, demand.ttft_p95_seconds if demand else None),
-        ("inter-token latency", wanted.inter_token_latency, demand.itl_p95_seconds if demand else None),
-        ("queue time", wanted.queue_time, demand.queue_p95_seconds if demand else None),
-    )
-    goals = [(name, goal, seconds) for name, goal, seconds in pairs if goal is not None]
-    if not goals:
+    if not goals_of(spec):
         return Verdict("Unknown", Reason.NO_OBJECTIVES, "spec.objectives is empty")
-    measured = [(name, goal, seconds) for name, goal, seconds in goals if seconds is not None]
+    measured = [item for item in judge(spec, demand) if item.seen_seconds is not None] if demand else []
     if not measured:
         return Verdict("Unknown", Reason.NO_TRAFFIC, "no requests were measured")
-    missed = [name for name, goal, seconds in measured if seconds > goal.seconds * margin]
+    missed = [item.words for item in measured if (item.seen_seconds or 0.0) > item.goal_seconds * margin]
     if missed:
         return Verdict("False", Reason.MISSED, f"above the goal at the 95th percentile: {', '.join(missed)}")
     return Verdict("True", Reason.MET, "every measured objective is met")
@@ -523,9 +518,7 @@ def _traffic(view: View) -> api_status.TrafficStatus:
     before = view.previous.get("traffic") or {}
     demand = view.observation.demand
     known = {entry["name"]: entry for entry in before.get("classes") or ()}
-    classes = tuple(
-        _class(pattern, view.decision, known.get(pattern.name, {})) for pattern in view.target.spec.patterns()
-    )
+    classes = tuple(_class(view, pattern, known.get(pattern.name, {})) for pattern in view.target.spec.patterns())
     rate = None if demand is None else sum(demand.arrivals_per_second.values())
     return api_status.TrafficStatus(
         window_seconds=None if demand is None else round(demand.window_seconds),
@@ -535,7 +528,13 @@ def _traffic(view: View) -> api_status.TrafficStatus:
     )
 
 
-def _class(pattern: Pattern, decision: Decision, before: Mapping[str, Any]) -> api_status.ClassStatus:
+def _class(view: View, pattern: Pattern, before: Mapping[str, Any]) -> api_status.ClassStatus:
+    decision, demand = view.decision, view.observation.demand
+
+    def milliseconds(figure: str, name: str) -> int | None:
+        seconds = seen_of(demand, figure, [pattern.name]) if demand else None
+        return _quiet_int(None if seconds is None else seconds * 1000, before.get(name))
+
     share = next((share for share in decision.mix if share.name == pattern.name), None)
     percent = None if not decision.mix else round(100 * share.share) if share else 0
     old = before.get("sharePercent")
@@ -554,6 +553,9 @@ def _class(pattern: Pattern, decision: Decision, before: Mapping[str, Any]) -> a
         share_percent=percent,
         input_tokens_mean=_quiet_int(seen.isl_mean_tokens if seen else None, before.get("inputTokensMean")),
         output_tokens_mean=_quiet_int(seen.osl_mean_tokens if seen else None, before.get("outputTokensMean")),
+        ttft_p95_milliseconds=milliseconds("ttft", "ttftP95Milliseconds"),
+        itl_p95_milliseconds=milliseconds("itl", "itlP95Milliseconds"),
+        end_to_end_p95_milliseconds=milliseconds("endToEnd", "endToEndP95Milliseconds"),
     )
 
 
@@ -579,6 +581,10 @@ def _objectives(view: View) -> api_status.ObjectivesStatus | None:
         ttft_p95_milliseconds=milliseconds(demand.ttft_p95_seconds, "ttftP95Milliseconds"),
         itl_p95_milliseconds=milliseconds(demand.itl_p95_seconds, "itlP95Milliseconds"),
         queue_p95_milliseconds=milliseconds(demand.queue_p95_seconds, "queueP95Milliseconds"),
+        end_to_end_p95_milliseconds=milliseconds(
+            seen_of(demand, "endToEnd", [pattern.name for pattern in view.target.spec.patterns()]),
+            "endToEndP95Milliseconds",
+        ),
     )
     return measured if _dump(measured) else None
 
@@ -595,6 +601,7 @@ def _autoscaling(view: View, now: float) -> api_status.AutoscalingStatus:
         wanted=decision.wanted_replicas,
         bounded_by=decision.bounded_by[:16],
         bottleneck=decision.bottleneck,
+        binding=decision.binding or None,
         inputs={name: _significant(value, 4) for name, value in sorted(decision.inputs.items())[:64]},
     )
     last, dumped = before.get("lastDecision"), _dump(entry)

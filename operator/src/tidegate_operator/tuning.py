@@ -17,6 +17,7 @@ from tidegate_operator.capacity import (
     TOKEN_MULTIPLE,
     Plan,
     Scenario,
+    Targets,
     best_settings,
     capacity_of,
     full_batch_itl_seconds,
@@ -24,11 +25,18 @@ from tidegate_operator.capacity import (
     round_to,
     score_of,
 )
+from tidegate_operator.demand import WINDOW_SECONDS
+from tidegate_operator.goals import Judged, goals_of, judge, miss_of
 from tidegate_operator.memory import Memory, Trial
 from tidegate_operator.observation import Demand, Observation, ReplicaPhase
 
+SETTLE_SHARE, WATCH_TOLERANCE = 0.25, 0.2
+"""The mix must have been about the same for this share of the window: while another one comes in, the window holds
+both, and what is best for their blend is best for neither."""
 MIN_GAIN_RATIO = 1.1
 """Predicted gain below which the settings stay: noise must not move them."""
+URGENT_GAIN_RATIO = 1.5
+"""Predicted gain for which a replica that cannot carry the load does not wait until the mix has settled."""
 MIN_REQUESTS = 10
 MIN_ANSWERS = 5
 """Requests that arrived, and that finished, in the window, below which the mix is too thin to act on."""
@@ -38,6 +46,8 @@ MISSED_RATIO = 1.1
 COMPARABLE_LOAD_RATIO = 1.2
 COMPARABLE_MIX_RATIO = 1.3
 COOLDOWN_FACTOR = 10
+MIN_LATE = 2.0
+"""Late requests a replica below which there is no backlog."""
 WINDOW_SHARE = 0.75
 """Share of the rate window that must lie after a change before its effect counts as measured."""
 
@@ -135,7 +145,7 @@ def judge_trial(
     applied = _applied_everywhere(observation, tuning.generation)
     if now < due or (not applied and now < due + max(verification, demand.window_seconds)):
         return replace(tuning, verifying_until=due if verification and now < due else None)
-    measured = measure(demand, scene)
+    measured = measure(demand, spec=spec, scene=scene)
     effect = {
         "generation": float(tuning.generation),
         **{f"predicted_{name}": value for name, value in trial.predicted.items()},
@@ -156,6 +166,8 @@ def judge_trial(
     seen = compare(trial.measured, measured)
     if not comparable(trial.measured, measured):
         seen += " under another load"
+    elif trial.measured.get("late"):
+        seen += " while a backlog drained"
     message = f"batch settings {describe(tuning.settings)} kept: {foretell(trial.predicted)}; {seen}"
     return replace(tuning, memory=memory, hold_reason="SettingsVerified", message=message)
 
@@ -164,17 +176,16 @@ def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, fl
     """Whether an objective is missed now and was not, or less so, under a comparable load."""
     if not comparable(before, after):
         return False
-    objectives = spec.objectives
-    goals = {
-        "ttft_seconds": objectives.ttft,
-        "itl_seconds": objectives.inter_token_latency,
-        "queue_seconds": objectives.queue_time,
-    }
+    judged = goals_in(spec, after)
+    if before.get("late"):
+        # A backlog shows in the waits of those that leave it: they say nothing about the settings that drain it.
+        judged = [item for item in judged if item.key.startswith("itl")]
+    return miss_of(after, judged) > MISSED_RATIO and miss_of(after, judged) > WORSE_RATIO * miss_of(before, judged)
 
-    def miss(figures: Mapping[str, float]) -> float:
-        return max((figures.get(name, 0.0) / goal.seconds for name, goal in goals.items() if goal), default=0.0)
 
-    return miss(after) > MISSED_RATIO and miss(after) > WORSE_RATIO * miss(before)
+def goals_in(spec: Spec, figures: Mapping[str, float]) -> list[Judged]:
+    """The goals beside figures that were noted (`KEY_seconds`)."""
+    return [replace(item, seen_seconds=figures.get(f"{item.key}_seconds")) for item in goals_of(spec)]
 
 
 def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
@@ -203,25 +214,37 @@ def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> b
 def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: Demand, scene: Scenario) -> Tuning:
     """Step towards the best settings for the mix, when they are worth it."""
     now, memory = observation.now, tuning.memory
+    memory = watch_mix(memory, moments_of(scene), now=now, full_window=demand.window_seconds >= WINDOW_SECONDS)
+    tuning = replace(tuning, memory=memory)
     if memory.changed_at is not None and now < memory.changed_at + spec.batching.min_interval_seconds:
         return tuning
+    per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
+    is_settled = now >= (memory.watched_since or now) + SETTLE_SHARE * demand.window_seconds
+    if not is_settled and capacity_of(scene, tuning.settings).requests_per_second >= per_replica:
+        return tuning
+    late = late_per_replica(spec, demand)
+    if late:
+        scene = draining(scene)
     signature = signature_of(scene, spec.envelope())
     if is_near(memory.settled, signature, tolerance=SETTLED_TOLERANCE):
         return tuning
     plan = best_settings(scene, spec.envelope(), present=tuning.settings)
+    if not is_settled and plan.gain_ratio < URGENT_GAIN_RATIO:
+        return tuning
     if plan.gain_ratio < MIN_GAIN_RATIO:
         return replace(tuning, memory=replace(memory, settled=signature))
     step = best_step(scene, plan.settings, present=tuning.settings, spec=spec)
     if step == tuning.settings:
         return replace(tuning, memory=replace(memory, settled=signature))
-    per_replica = sum(demand.arrivals_per_second.values()) / max(1, observation.count(ReplicaPhase.READY))
     predicted = foresee(scene, present=tuning.settings, step=step, rate=per_replica)
+    if late:
+        predicted = foresee_drain(predicted, late=late, rate=per_replica)
     message = f"{describe(tuning.settings)} → {describe(step)}: {foretell(predicted)}"
     if step != plan.settings:
         message += f"; a step towards {describe(plan.settings)}"
     if spec.batching.mode == BatchingMode.OBSERVE:
         return replace(tuning, message=f"would set batch settings {message}", aim=plan.settings, plan=plan)
-    trial = Trial(at=now, before=tuning.settings, measured=measure(demand, scene), predicted=predicted)
+    trial = Trial(at=now, before=tuning.settings, measured=measure(demand, spec=spec, scene=scene), predicted=predicted)
     tuning = _change(
         replace(tuning, memory=replace(memory, trial=_continued(memory.trial, trial), settled=())),
         step,
@@ -256,15 +279,47 @@ def _applied_everywhere(observation: Observation, generation: int) -> bool:
     )
 
 
-def measure(demand: Demand, scene: Scenario | None) -> dict[str, float]:
-    """What is compared before and after a change."""
+def watch_mix(memory: Memory, moments: tuple[float, ...], *, now: float, full_window: bool) -> Memory:
+    """Note since when the mix has been what it is. A full window that nobody watched before is taken as it is."""
+    if is_near(memory.watched, moments, tolerance=WATCH_TOLERANCE):
+        return memory
+    since = now - WINDOW_SECONDS if full_window and not memory.watched else now
+    return replace(memory, watched=moments, watched_since=since)
+
+
+def late_per_replica(spec: Spec, demand: Demand) -> float:
+    """Requests that wait on each replica beyond what the goals allow; 0 unless they are many."""
+    goal = spec.objectives.queue_time or spec.objectives.ttft
+    rate = sum(demand.arrivals_per_second.values()) / max(1, demand.pods_covered)
+    allowed = rate * (goal.seconds if goal else 1.0)
+    late = demand.waiting / max(1, demand.pods_covered) - allowed
+    return late if late > max(MIN_LATE, allowed) else 0.0
+
+
+def draining(scene: Scenario) -> Scenario:
+    """What settings are chosen for while a backlog drains: the largest rate that leaves the ITL alone.
+
+    The goals for waiting are missed already by those that wait, under any settings.
+    """
+
+    def without_waits(targets: Targets) -> Targets:
+        return Targets(itl_seconds=targets.itl_seconds)
+
+    own = tuple((name, without_waits(targets)) for name, targets in scene.own_targets)
+    return replace(scene, targets=without_waits(scene.targets), own_targets=own, prefers_safety=False)
+
+
+def measure(demand: Demand, *, spec: Spec, scene: Scenario | None) -> dict[str, float]:
+    """What is compared before and after a change: every figure that has a goal, and the load."""
     figures = {
         "ttft_seconds": demand.ttft_p95_seconds,
         "itl_seconds": demand.itl_p95_seconds,
         "queue_seconds": demand.queue_p95_seconds,
+        **{f"{item.key}_seconds": item.seen_seconds for item in judge(spec, demand)},
         "rate": sum(demand.arrivals_per_second.values()),
         "prefill_tokens": scene.prefill_tokens if scene else None,
         "decode_tokens": scene.decode_steps if scene else None,
+        "late": late_per_replica(spec, demand) or None,
     }
     return {name: significant(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
@@ -281,6 +336,19 @@ def foresee(scene: Scenario, *, present: BatchSettings, step: BatchSettings, rat
     return {name: significant(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
+def foresee_drain(predicted: Mapping[str, float], *, late: float, rate: float) -> dict[str, float]:
+    """How long the late requests of a replica take to be served beside what arrives. Absent: they only grow in number.
+
+    The latencies of a steady state are taken out: it begins when the backlog is gone.
+    """
+    figures = {name: value for name, value in predicted.items() if not name.startswith("ttft_")} | {"late": late}
+    for suffix in ("", "_before"):
+        spare = predicted.get(f"capacity{suffix}", 0.0) - rate
+        if spare > 0:
+            figures[f"drain_seconds{suffix}"] = late / spare
+    return {name: significant(value) for name, value in figures.items()}
+
+
 def foretell(predicted: Mapping[str, float]) -> str:
     """The predicted effect in words: `predicted ITL p95 41 → 28 ms, capacity 3.1 → 4.4 req/s`."""
     parts = []
@@ -294,7 +362,15 @@ def foretell(predicted: Mapping[str, float]) -> str:
             old = "unbounded" if before is None else f"{before * 1000:.0f}"
             parts.append(f"{label} {old} → {after * 1000:.0f} ms")
     parts.append(f"capacity {predicted.get('capacity_before', 0):.3g} → {predicted.get('capacity', 0):.3g} req/s")
-    return f"predicted {', '.join(parts)} a replica"
+    told = f"predicted {', '.join(parts)} a replica"
+    if "late" not in predicted:
+        return told
+    drain, drain_before = (_drain_words(predicted.get(f"drain_seconds{suffix}")) for suffix in ("", "_before"))
+    return f"{told}; {predicted['late']:.0f} late requests a replica drain {drain} instead of {drain_before}"
+
+
+def _drain_words(seconds: float | None) -> str:
+    return "never" if seconds is None else f"in {seconds:.0f} s"
 
 
 def compare(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -347,7 +423,10 @@ def best_step(scene: Scenario, aim: BatchSettings, *, present: BatchSettings, sp
 
     On the way to good settings some steps are bad ones, such as a smaller budget before a smaller number of sequences.
     """
-    full = step_towards(aim, present, percent=spec.batching.max_step_percent, envelope=spec.envelope())
+    percent = spec.batching.max_step_percent
+    if percent is None:
+        return aim
+    full = step_towards(aim, present, percent=percent, envelope=spec.envelope())
     if full == aim:
         return full
     moved = [name for name in SETTING_NAMES if getattr(full, name) != getattr(present, name)]
