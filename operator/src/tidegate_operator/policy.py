@@ -486,7 +486,7 @@ def prior_pressure(context: Context, demand: Demand) -> dict[str, float]:
     engine, ready = context.observation.engine, context.observation.count(ReplicaPhase.READY)
     if engine is None or engine.prior is None or not context.mix.cells or not ready:
         return {}
-    scene = scenario(engine.prior, engine, mix=context.mix, targets=targets_of(context.spec))
+    scene = scene_of(context.spec, engine, model=engine.prior, mix=context.mix)
     if scene is None:
         return {}
     guessed = capacity_of(scene, context.tuning.settings).requests_per_second
