@@ -101,7 +101,8 @@ def load_safetensors(
     precision = precision or Precision(dtype=str(dtype).removeprefix("torch."))
     parameters: dict[str, Weight] = {}
     fused = {name: names for names in fused_names(config) for name in names}
-    for tensor, names in groupby(model.sources, key=lambda name: model.sources[name].tensor):
+    for tensor, sharing in groupby(model.sources, key=lambda name: model.sources[name].tensor):
+        names = list(sharing)
         stored = _read_weight(model, tensor, maps)
         for name in names:
             source = model.sources[name]
@@ -115,9 +116,9 @@ def load_safetensors(
                 values = (weight.dequantised() + model.norm_offset).to(dtype)
             parameters[name] = Dense(values)
         _release_pages(_entries(model, [tensor]), maps)
-        together = fused.get(name, ())
-        if together and all(each in parameters for each in together) and _fuse(parameters, together):
-            _release_pages(_entries(model, {model.sources[each].tensor for each in together}), maps)
+        for together in dict.fromkeys(fused[name] for name in names if name in fused):
+            if parameters.keys() >= set(together) and _fuse(parameters, together):
+                _release_pages(_entries(model, {model.sources[each].tensor for each in together}), maps)
     return config, parameters
 
 
