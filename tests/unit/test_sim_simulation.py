@@ -234,6 +234,16 @@ def test_a_late_scrape_is_not_seen_before_its_time() -> None:
     assert controller.views[-1].pods[0].samples
 
 
+def test_a_preempted_request_finds_its_own_blocks_again_when_they_are_remembered() -> None:
+    # There is room for 6,384 tokens, and in the end 9,000 are wanted.
+    workload = [Arrival(0.0, 1600, 2200), Arrival(0.0, 1600, 1000), Arrival(0.01, 1600, 1000)]
+    forgetting = FleetSpec(SMALL, settings=BatchSettings(8, 2048, 2048))
+    remembering = replace(forgetting, own_blocks=True)
+    first, second = (simulate(workload, spec, fixed()) for spec in (forgetting, remembering))
+    assert first.preemptions and second.preemptions
+    assert sum(second.records.ended) < sum(first.records.ended)
+
+
 def test_clients_that_wait_no_longer_count_as_missed() -> None:
     spec = FleetSpec(H100, initial_replicas=0, gateway=GatewaySpec(timeout_seconds=3.0))
     result = simulate([Arrival(1.0, 100, 10)], spec, fixed(0), duration_seconds=20.0)

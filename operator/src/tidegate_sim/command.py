@@ -34,6 +34,7 @@ from tidegate_sim.traces import Counted, Cut, read
 POINTS = 600
 """Most points of a plot."""
 PROGRESS_SECONDS = 5.0
+EXIT_INTERRUPTED = 130
 DESCRIPTION = """\
 Serve a trace with an LLMDeployment in virtual time: the operator's own rules scale a fleet of the engine's own
 scheduler, whose steps take as long as a GPU's profile says. Hours pass in seconds; nothing is needed but files."""
@@ -52,13 +53,16 @@ class SimulationRefused(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0, or 2 with one sentence on stderr when something cannot be read."""
+    """Exit code 0, 2 with one sentence on stderr when something cannot be read, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
     except (SimulationRefused, WorkloadError, UnreadableInput, InvalidSpec) as error:
         print(f"tidegate simulate: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tidegate simulate: stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--duration-seconds", type=_above_zero, metavar="S", help="default: all of the trace, or 3600")
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--start-seconds", type=_not_negative, default=60.0, metavar="S", help="to start a pod; 60")
-    fleet.add_argument("--initial-replicas", type=int, metavar="N", help="ready at the start; the fewest allowed")
+    fleet.add_argument("--initial-replicas", type=_whole, metavar="N", help="ready at the start; the fewest allowed")
     fleet.add_argument("--timeout-seconds", type=_above_zero, metavar="S", help="clients give up without a first token")
     fleet.add_argument("--price", type=_not_negative, metavar="USD", help="of a GPU-hour")
     compare = parser.add_argument_group("comparison and output")
@@ -314,5 +318,12 @@ def _above_zero(given: str) -> float:
 def _not_negative(given: str) -> float:
     value = float(given)
     if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {given}")
+    return value
+
+
+def _whole(given: str) -> int:
+    value = int(given)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, not {given}")
     return value

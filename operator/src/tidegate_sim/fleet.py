@@ -152,11 +152,19 @@ class Fleet:
             arrival.osl,
             now,
             params=_PARAMS,
-            block_hashes=list(arrival.block_hashes),
+            block_hashes=self._block_hashes(arrival, index),
         )
         if self.spec.gateway.timeout_seconds is not None:
             self.agenda.put(now + self.spec.gateway.timeout_seconds, self._give_up, index)
         self._send(request, now)
+
+    def _block_hashes(self, arrival: Arrival, index: int) -> list[bytes]:
+        """Those that others may share, and the request's own, which it finds again after a preemption."""
+        hashes = list(arrival.block_hashes)
+        if self.spec.own_blocks:
+            whole = (arrival.isl + arrival.osl) // self.spec.profile.block_tokens
+            hashes += [b"%d:%d" % (index, place) for place in range(len(hashes), whole)]
+        return hashes
 
     def count_in_flight(self, change: int, now: float) -> None:
         self._in_flight_integral += self.in_flight * (now - self._in_flight_since)

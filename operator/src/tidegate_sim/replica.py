@@ -94,6 +94,9 @@ class Replica:
             max_model_len=max_model_len or profile.max_model_len,
         )
         self._model = profile.step
+        self._told_model: dict[tuple[str, ...], float] = {
+            ("step_model", name): value for name, value in profile.step.as_dict().items()
+        }
         self._sink = sink
         self._leaps = leaps
         self._step: Step | None = None
@@ -143,7 +146,10 @@ class Replica:
     # --- what is the case
 
     def look(self, now: float) -> dict[tuple[str, ...], float]:
-        """What a scrape at `now` reads, by the keys of `demand.TERMS`. Cells that never counted are left out."""
+        """What a scrape at `now` reads, by the keys of `demand.TERMS`. Cells that never counted are left out.
+
+        The step model is the profile's, as the modelled engine says of itself; how far its fit is off is not known.
+        """
         if self._run_steps:
             self._advance_run(self._steps_done(now))
         scheduler, pool, counters = self.scheduler, self.scheduler.blocks, self.counters
@@ -167,6 +173,8 @@ class Replica:
         values[_KV_USED] = pool.used
         values[_KV_CACHED] = pool.cached
         values[_KV_FREE] = pool.free
+        values.update(self._told_model)
+        values[_MODEL_SAMPLES] = counters.steps
         values[BUSY_SECONDS] = counters.busy_seconds + under_way
         values[WORK_SECONDS] = counters.work_seconds
         return values
@@ -338,6 +346,7 @@ _RUNNING = ("running",)
 _WAITING = ("waiting",)
 _WAITING_TOKENS = ("waiting_prompt_tokens",)
 _CONTEXT_TOKENS = ("running_context_tokens",)
+_MODEL_SAMPLES = ("step_model_samples", "")
 _KV_USED = ("kv_blocks", "used")
 _KV_CACHED = ("kv_blocks", "cached")
 _KV_FREE = ("kv_blocks", "free")

@@ -111,6 +111,9 @@ class FleetSpec:
     max_model_len: int | None = None
     """None = the profile's."""
     start: StartTimes = StartTimes()
+    own_blocks: bool = False
+    """Whether a preempted request finds in the prefix cache what it had computed, as in the engine, and not only what
+    the workload says is shared. Takes about twice the time; matters where KV blocks are short."""
     scrape_seconds: float = 3.75
     scrape_delay_seconds: float = 0.0
     """From a scrape until its sample can be seen."""
