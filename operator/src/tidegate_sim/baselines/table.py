@@ -106,11 +106,11 @@ BASELINES: Mapping[str, Baseline] = {
         _hpa("hpa-concurrency", hpa.concurrency_per_pod),
         "requests in a pod",
         32,
-        (4, 6, 8, 10, 12, 16, 20, 24, 32),
+        (2, 3, 4, 6, 8, 10, 12, 16, 24),
         "HPA on requests in the engines",
     ),
     "hpa-both": Baseline(
-        _hpa_both, "requests in a pod", 32, (6, 8, 10, 12, 16, 20, 32), "HPA on requests in and waiting"
+        _hpa_both, "requests in a pod", 32, (2, 3, 4, 6, 8, 10, 12, 16), "HPA on requests in and waiting"
     ),
     "rps": Baseline(
         lambda plant, knob, arrivals: Hpa([hpa.RequestsPerSecond(knob).metric()], bounds_of(plant), name="rps"),
@@ -130,7 +130,7 @@ BASELINES: Mapping[str, Baseline] = {
         lambda plant, knob, arrivals: Knative(knob, bounds_of(plant)),
         "requests in a pod",
         100,
-        (6, 9, 12, 16, 20, 28, 40, 100),
+        (3, 4.5, 6, 9, 12, 16, 20, 28, 100),
         "Knative's KPA on concurrency",
     ),
     "wva": Baseline(
