@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tidegate_kernels.capability import has_type, kv_type_for
+from tidegate_kernels.capability import INT4_GROUP_MULTIPLE, has_type, kv_type_for, weight_precision_for
 from tidegate_kernels.float8 import FP8
+from tidegate_kernels.int4_gemm import repack
+from tidegate_kernels.quantised import quantise_groups
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,56 @@ def test_without_fp8_the_cache_is_bf16_and_the_reason_names_both_architectures_a
 def test_an_architecture_without_bf16_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"sm_75 .* sm_80"):
         kv_type_for(torch.int8, (7, 5))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "capability"),
+    [
+        ("bfloat16", (8, 0)),
+        ("int8", (8, 0)),
+        ("int4-g128", (8, 0)),
+        ("int4-g32", (9, 0)),
+        ("fp8", (8, 9)),
+        ("fp8-block128", (10, 0)),
+    ],
+)
+def test_weights_with_a_kernel_stay_as_they_are(wanted: str, capability: tuple[int, int]) -> None:
+    assert weight_precision_for(wanted, capability) == (wanted, None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "capability", "words"),
+    [
+        ("fp8", (8, 6), ["sm_89", "sm_86", "twice the memory", "int4"]),
+        ("fp8-block128", (8, 0), ["sm_89", "sm_80"]),
+        ("int5-g32", (9, 0), ["int5-g32", "four bits"]),
+        ("int4-g16", (9, 0), ["int4-g16", "multiple of 32"]),
+        ("Q4_K", (9, 0), ["Q4_K"]),
+        ("IQ4_XS", (9, 0), ["IQ4_XS"]),
+        ("float32", (9, 0), ["--dtype bfloat16"]),
+    ],
+)
+def test_weights_without_a_kernel_are_held_in_bf16_and_the_reason_says_what_to_do(
+    wanted: str, capability: tuple[int, int], words: list[str]
+) -> None:
+    precision, reason = weight_precision_for(wanted, capability)
+    assert precision == "bfloat16"
+    assert reason is not None
+    assert all(word in reason for word in words)
+
+
+def test_a_precision_that_is_none_and_an_architecture_that_is_too_old_are_refused() -> None:
+    with pytest.raises(ValueError, match="'ternary' is no precision"):
+        weight_precision_for("ternary", (9, 0))
+    with pytest.raises(ValueError, match="sm_75"):
+        weight_precision_for("int8", (7, 5))
+
+
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 128])
+def test_the_gate_lets_through_exactly_the_groups_that_the_layout_takes(group: int) -> None:
+    weight = quantise_groups(torch.ones(2, 2 * group), bits=4, group=group)
+    if weight_precision_for(weight.precision, (9, 0))[1] is None:
+        assert repack(weight).group == group
+    else:
+        with pytest.raises(ValueError, match=str(INT4_GROUP_MULTIPLE)):
+            repack(weight)

@@ -94,7 +94,7 @@ class DecoderConfig:
     post_norms: bool = False
     """Whether attention's and the MLP's results are normalised before they are added."""
     activation: str = "silu"
-    """A key of ACTIVATIONS."""
+    """A key of `Operations.activations`."""
     attention_scale: float | None = None
     """None = one over the root of the head size."""
     attention_soft_cap: float | None = None

@@ -47,6 +47,7 @@ from tidegate_engine.transformer import (
 )
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native
+from tidegate_kernels.operations import TORCH, Operations
 
 DTYPES = {
     "float32": torch.float32,
@@ -87,6 +88,8 @@ class TorchOptions:
     """None = no adapters."""
     pooling: Pooling | None = None
     """Of embeddings; None = as the checkpoint says."""
+    kernels: str = "torch"
+    """Or "triton": layers are computed by GPU kernels, of which the interpreter is all that reads host memory yet."""
 
 
 class TorchRunner:
@@ -97,6 +100,7 @@ class TorchRunner:
     ) -> None:
         options = options or TorchOptions()
         started = time.monotonic()
+        operations = _operations(options.kernels)
         if native.library() is None:
             logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
         checkpoint = open_checkpoint(model_path)
@@ -114,7 +118,8 @@ class TorchRunner:
         precision = as_stored(options.precision) if checkpoint.packed else options.precision
         precision = _settle(precision, config, checkpoint)
         with freed_at_once():
-            self._decoder = build_decoder(config, checkpoint.load(DTYPES[precision.dtype], precision))
+            parameters = checkpoint.load(DTYPES[precision.dtype], precision)
+            self._decoder = build_decoder(config, parameters, operations)
         self._kv_dtype = DTYPES[precision.kv_dtype]
         self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=self._decoder.dtype)
         self._groups = kv_groups(config)
@@ -249,7 +254,8 @@ class TorchRunner:
             groups=groups,
         )
         self._caches = layer_caches(config, self._pool, groups)
-        self._native = native_decoder(self._decoder, self._caches)
+        is_torch = self._decoder.operations is TORCH
+        self._native = native_decoder(self._decoder, self._caches) if is_torch else None
         self._inputs = StepInputs(self._info.block_tokens, [group.window for group in groups])
         if self._host is not None:
             self._host.bind(self._pool)
@@ -341,6 +347,24 @@ def _adapted_rows(step: Step, inputs: Inputs) -> dict[str, Tensor]:
         if item.request.adapter is not None:
             rows.setdefault(item.request.adapter.name, []).extend(range(first, first + item.count))
     return {name: torch.tensor(own) for name, own in rows.items()}
+
+
+def _operations(kernels: str) -> Operations:
+    """What layers are computed with. Raises ModelError for a choice that there is not, or that cannot run here."""
+    if kernels == "torch":
+        return TORCH
+    if kernels != "triton":
+        raise ModelError("KernelsUnknown", f"there are no kernels called {kernels!r}; choose torch or triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ModelError(
+            "KernelsNeedGpu",
+            "the runner holds weights and cache in host memory, which compiled kernels cannot read; choose torch, or "
+            "set TRITON_INTERPRET=1 to have them interpreted",
+        )
+    # Triton takes a second to import, and is not there in images without a GPU.
+    from tidegate_kernels.compiled import TRITON
+
+    return TRITON
 
 
 def _settle(precision: Precision, config: DecoderConfig, checkpoint: Checkpoint) -> Precision:

@@ -11,31 +11,24 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig
 from tidegate_engine.rope import Turns, rope_frequencies, rope_magnitude
 from tidegate_kernels.lora import LowRank, add_low_rank
-from tidegate_kernels.native import Native, laid_out
+from tidegate_kernels.native import Native
+from tidegate_kernels.operations import TORCH, Operations
 from tidegate_kernels.reference import (
     AttentionRule,
     Cache,
+    HeadNorm,
     Ragged,
-    add_rms_norm,
-    gelu_mul,
     grouped_linear,
-    paged_attention,
-    rms_norm,
-    rope,
     route,
-    silu_mul,
     soft_cap,
-    store_kv,
 )
 from tidegate_kernels.weight import Dense, Weight, concat_rows, gather_rows, linear
 
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 MAX_KV_PADDING = 1.1
 """How much larger the cache may be for groups of equal size."""
 MAX_KV_GROUPS = 16
@@ -101,6 +94,7 @@ class Decoder:
     turns: tuple[Turns, ...]
     """Of each of the config's ropes."""
     embedding_scale: float | None
+    operations: Operations
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,17 +140,17 @@ def fused_names(config: DecoderConfig) -> list[tuple[str, ...]]:
     return found
 
 
-def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decoder:
+def build_decoder(config: DecoderConfig, parameters: dict[str, Weight], operations: Operations = TORCH) -> Decoder:
     """Fuse and pack `parameters`, which are those of `parameter_shapes`; the dictionary is emptied on the way.
 
     Emptied, so that no second copy of the weights is held. Each parameter is used exactly once: a KeyError means that
     one is missing, a ValueError that one is left over. Norms and biases are `Dense`, all of one type, in which
     activations are computed; the matrices may be of any kind.
     """
-    layers = tuple(_build_layer(config, index, parameters) for index in range(len(config.layers)))
+    layers = tuple(_build_layer(config, index, parameters, operations) for index in range(len(config.layers)))
     embedding = parameters.pop("embedding")
     norm = _vector(parameters.pop("norm"))
-    head = laid_out(embedding if config.tied_head else parameters.pop("head"))
+    head = operations.laid_out(embedding if config.tied_head else parameters.pop("head"))
     if parameters:
         raise ValueError(f"parameters that the decoder has no use for: {', '.join(sorted(parameters))}")
     size = config.rotated or config.head_size
@@ -177,10 +171,11 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Weight]) -> Decod
         ),
         # Rounded as the models were trained with it.
         embedding_scale=None if scale is None else float(torch.tensor(scale, dtype=norm.dtype)),
+        operations=operations,
     )
 
 
-def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight]) -> Layer:
+def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight], operations: Operations) -> Layer:
     layer = config.layers[index]
     prefix = f"layers.{index}."
 
@@ -188,8 +183,8 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
         start, _, _ = names[0].rpartition(".")
         joined = prefix + (start + "." if start else "") + "+".join(name.rpartition(".")[2] for name in names)
         if joined in parameters:
-            return laid_out(parameters.pop(joined))
-        return laid_out(concat_rows([parameters.pop(prefix + name) for name in names]))
+            return operations.laid_out(parameters.pop(joined))
+        return operations.laid_out(concat_rows([parameters.pop(prefix + name) for name in names]))
 
     def take_vector(*names: str) -> Tensor:
         parts = [_vector(parameters.pop(prefix + name)) for name in names]
@@ -197,9 +192,8 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
 
     qk_norm = None
     if config.qk_norm:
-        qk_norm = torch.cat(
-            (take_vector("q_norm").expand(layer.heads, -1), take_vector("k_norm").expand(layer.kv_heads, -1))
-        ).contiguous()
+        weights = take_vector("q_norm").expand(layer.heads, -1), take_vector("k_norm").expand(layer.kv_heads, -1)
+        qk_norm = torch.cat(weights).contiguous()
     mlp: Mlp | ExpertMlp
     if layer.experts is None:
         mlp = Mlp(
@@ -396,40 +390,37 @@ def hidden_states(
 ) -> Tensor:
     """Write the keys and values of `token_ids` (int64 `[T]`) to `caches`; returns the last norm's `[T, hidden]`."""
     config = decoder.config
-    eps, activate = config.norm_eps, ACTIVATIONS[config.activation]
-    end = max(batch.counts[1])
+    operations, eps = decoder.operations, config.norm_eps
+    activate, end = operations.activations[config.activation], max(batch.counts[1])
     tables = [turns.at(batch.positions, end=end) for turns in decoder.turns]
     residual = gather_rows(decoder.embedding, token_ids, dtype=decoder.dtype)
     if decoder.embedding_scale is not None:
         residual.mul_(decoder.embedding_scale)
-    x = rms_norm(residual, decoder.layers[0].attention_norm, eps=eps)
+    x = operations.rms_norm(residual, decoder.layers[0].attention_norm, eps=eps)
     next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
     for index, (layer, cache, next_norm) in enumerate(zip(decoder.layers, caches, next_norms, strict=True)):
         deltas = [(adapter.layers[index], adapter.rows) for adapter in adapters]
         qkv = _adapted(linear(x, layer.qkv, layer.qkv_bias), x, deltas, "qkv")
         heads = qkv.view(len(x), -1, config.head_size)
-        queries = layer.config.heads
-        turned = heads[:, : queries + layer.config.kv_heads]
-        if layer.qk_norm is not None:
-            turned = F.rms_norm(turned, (config.head_size,), eps=eps) * layer.qk_norm
-        if layer.config.rope is not None:
-            turned = rope(turned, *tables[layer.config.rope])
-        own = batch.of(cache)
-        store_kv(turned[:, queries:], heads[:, queries + layer.config.kv_heads :], cache, own.slots)
-        attention = paged_attention(turned[:, :queries], cache, own, layer.rule)
+        own, turns = batch.of(cache), layer.config.rope
+        head_norm = None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps)
+        queries = operations.turn_and_store(
+            heads, cache, own.slots, tables=None if turns is None else tables[turns], norm=head_norm
+        )
+        attention = operations.paged_attention(queries, cache, own, layer.rule)
         attended = linear(attention, layer.attention_output, layer.attention_output_bias)
         attended = _adapted(attended, attention, deltas, "attention_output")
         if layer.post_attention_norm is not None:
-            attended = rms_norm(attended, layer.post_attention_norm, eps=eps)
-        x = add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
+            attended = operations.rms_norm(attended, layer.post_attention_norm, eps=eps)
+        x = operations.add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
         if isinstance(layer.mlp, Mlp):
             inner = activate(_adapted(linear(x, layer.mlp.gate_up, layer.mlp.gate_up_bias), x, deltas, "gate_up"))
             mixed = _adapted(linear(inner, layer.mlp.down, layer.mlp.down_bias), inner, deltas, "down")
         else:
             mixed = _mix_experts(x, layer.mlp, activate)
         if layer.post_mlp_norm is not None:
-            mixed = rms_norm(mixed, layer.post_mlp_norm, eps=eps)
-        x = add_rms_norm(mixed, residual, next_norm, eps=eps)
+            mixed = operations.rms_norm(mixed, layer.post_mlp_norm, eps=eps)
+        x = operations.add_rms_norm(mixed, residual, next_norm, eps=eps)
     return x
 
 

@@ -1,8 +1,8 @@
 """Compiles every kernel for every architecture without a GPU, and keeps the table of what they need there.
 
-Cases are calls of the launchers themselves, so what is compiled is what they would launch, specialisations included.
-`python -m tidegate_kernels.aot` rewrites `kernels/resources.tsv`; tests compile again and compare. Figures are of one
-version of Triton, whose ptxas is part of it; they say nothing about speed.
+Cases (`aot_cases`) are calls of the launchers themselves, so what is compiled is what they would launch,
+specialisations included. `python -m tidegate_kernels.aot` rewrites `kernels/resources.tsv`; tests compile again and
+compare. Figures are of one version of Triton, whose ptxas is part of it; they say nothing about speed.
 """
 
 import os
@@ -13,23 +13,18 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tidegate_kernels.float8 import FP8
-from tidegate_kernels.kv_store import store_kv
-from tidegate_kernels.paged_attention import paged_attention
-from tidegate_kernels.reference import AttentionRule, Cache, ragged_batch
+from tidegate_kernels.aot_cases import cases
 
 SHARED_LIMITS = {90: 227 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10, 80: 163 << 10}
 """Bytes of shared memory that one program may take, by architecture."""
@@ -37,7 +32,6 @@ FP8_ARCHITECTURES = (89, 90, 100, 120)
 """Those that convert from and to e4m3."""
 MATRIX_OPERATIONS = ("UTCHMMA", "HGMMA", "HMMA", "UTCQMMA", "QGMMA", "QMMA", "UTCIMMA", "IGMMA", "IMMA")
 TABLE_PATH = Path(__file__).parents[2] / "resources.tsv"
-KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +49,9 @@ class Resources:
     """The families of matrix instructions in its machine code, joined by `+`."""
 
 
-def cases() -> dict[str, tuple[bool, Callable[[], object]]]:
-    """What is compiled, by name: whether it needs FP8, and a call of a launcher."""
-    found: dict[str, tuple[bool, Callable[[], object]]] = {}
-    for name, dtype in KV_TYPES.items():
-        is_fp8 = dtype == FP8
-        found[f"store {name} 128"] = is_fp8, _store(8, 128, dtype)
-        found[f"decode {name} 128"] = is_fp8, _attend(1, 128, dtype)
-        found[f"prefill {name} 128"] = is_fp8, _attend(512, 128, dtype)
-    found["store bf16 256"] = False, _store(16, 256, torch.bfloat16)
-    found["decode fp8 256"] = True, _attend(1, 256, FP8)
-    found["prefill bf16 256"] = False, _attend(512, 256, torch.bfloat16)
-    bent = AttentionRule(0.1, window=4096, soft_cap=50.0, sinks=torch.zeros(32))
-    found["decode int8 96 window cap sinks"] = False, _attend(1, 96, torch.int8, rule=bent)
-    found["prefill bf16 96 window cap sinks"] = False, _attend(512, 96, torch.bfloat16, rule=bent)
-    return found
-
-
 def compile_case(name: str, architecture: int) -> list[Resources]:
     """Compile what a case launches. Raises KeyError for a name that is none of `cases`."""
-    _, call = cases()[name]
+    call = cases()[name].call
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -88,10 +65,18 @@ def compile_case(name: str, architecture: int) -> list[Resources]:
 
 def compile_all() -> Iterator[Resources]:
     """Every case on every architecture that it is legal on."""
-    for architecture in SHARED_LIMITS:
-        for name, (needs_fp8, _) in cases().items():
-            if architecture in FP8_ARCHITECTURES or not needs_fp8:
-                yield from compile_case(name, architecture)
+    for name, architecture in legal_cases():
+        yield from compile_case(name, architecture)
+
+
+def legal_cases() -> list[tuple[str, int]]:
+    """Every case's name with every architecture that has what it needs."""
+    return [
+        (name, architecture)
+        for architecture in SHARED_LIMITS
+        for name, case in cases().items()
+        if architecture in FP8_ARCHITECTURES or not case.needs_fp8
+    ]
 
 
 def read_table() -> list[Resources]:
@@ -129,32 +114,6 @@ class _Absent:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def _cache(heads: int, size: int, dtype: torch.dtype) -> Cache:
-    keys = torch.empty(4, heads, 16, size, dtype=dtype)
-    scales = torch.empty(4, heads, 16) if dtype.itemsize == 1 else None
-    return Cache(keys, keys.clone(), scales, None if scales is None else scales.clone())
-
-
-def _store(heads: int, size: int, dtype: torch.dtype) -> Callable[[], None]:
-    def call() -> None:
-        new = torch.empty(4, heads, size, dtype=torch.bfloat16)
-        store_kv(new, new, _cache(heads, size, dtype), torch.zeros(4, dtype=torch.int64))
-
-    return call
-
-
-def _attend(new: int, size: int, dtype: torch.dtype, *, rule: AttentionRule | None = None) -> Callable[[], Tensor]:
-    """32 heads over 8; decodes with their keys split, prefills without."""
-
-    def call() -> Tensor:
-        cache = _cache(8, size, dtype)
-        batch = ragged_batch([new], [new], [[0] * -(-new // 16)], cache=cache)
-        query = torch.empty(new, 32, size, dtype=torch.bfloat16)
-        return paged_attention(query, cache, batch, rule or AttentionRule(0.1), splits=8 if new == 1 else 1)
-
-    return call
 
 
 def _resources(case: str, architecture: int, kernel: Any) -> Resources:

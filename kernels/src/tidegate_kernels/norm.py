@@ -77,8 +77,7 @@ def norm_and_quantise(
     x: Tensor, weight: Tensor, code: Code, *, eps: float, residual: Tensor | None = None
 ) -> QuantisedRows:
     """Either of them as codes, as `reference.norm_and_quantise` does; groups: a power of two."""
-    rows, columns = x.shape
-    found = new_rows(rows, columns, code, device=x.device)
+    found = new_rows(len(x), x.shape[1], code, device=x.device)
     _launch(x, residual, weight, found, eps=eps, group=code.group)
     return found
 

@@ -1,7 +1,8 @@
 """Attention of a step's new tokens over the paged cache: decodes and prefill chunks of any lengths in one launch.
 
 For row t at position p of its sequence, query head h and its key-value head g = h // (H / K), over the positions
-j ≤ p with j > p − window, where k and v are the cache's codes and κ and ν their scales (1 without):
+j ≤ p with j > p − window, and those of a sequence's first tokens that its own view keeps, where k and v are the cache's
+codes and κ and ν their scales (1 without):
 
     s_j = scale · κ_j · (q_th · k_j)            s_j = cap · tanh(s_j / cap)  with a soft cap
     o   = Σ_j exp(s_j) · ν_j · v_j  /  (Σ_j exp(s_j) + exp(sink_h))          no sink: no such term
@@ -92,6 +93,7 @@ def attend_kernel(
     block_tables: tl.tensor,
     query_starts: tl.tensor,
     kv_lengths: tl.tensor,
+    views: tl.tensor,
     sinks: tl.tensor,
     output: tl.tensor,
     sums: tl.tensor,
@@ -140,15 +142,25 @@ def attend_kernel(
         first_tile = 0
         if WINDOW is not None:
             first_tile = tl.maximum(length - new + first - WINDOW + 1, 0) // TILE
-        share = tl.cdiv(tl.cdiv(end, TILE) - first_tile, SPLITS)
-        begin = first_tile + split * share
-        stop = tl.minimum(begin + share, tl.cdiv(end, TILE))
+        # Tiles of the first tokens that stay seen, and those hidden between them and the newest.
+        staying, hidden = 0, first_tile
+        if views is not None:
+            view, stay = tl.load(views + 2 * sequence), tl.load(views + 2 * sequence + 1)
+            hidden = tl.maximum(length - new + first - view + 1, 0) // TILE
+            staying = tl.minimum(tl.cdiv(stay, TILE), hidden)
+            hidden -= staying
+        share = tl.cdiv(tl.cdiv(end, TILE) - hidden, SPLITS)
+        begin = split * share
+        stop = tl.minimum(begin + share, tl.cdiv(end, TILE) - hidden)
 
         total = tl.zeros((ROWS, PADDED_SIZE), tl.float32)
         maximum = tl.full((ROWS,), float("-inf"), tl.float32)
         divisor = tl.zeros((ROWS,), tl.float32)
         table = block_tables + sequence.to(tl.int64) * table_row
-        for tile in range(begin, stop):
+        for index in range(begin, stop):
+            tile = index + hidden
+            if views is not None:
+                tile = tl.where(index < staying, index, tile)
             columns = tile * TILE + tl.arange(0, TILE)
             seen = columns < end
             blocks = tl.load(table + columns // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
@@ -170,6 +182,8 @@ def attend_kernel(
             visible = seen[None, :] & (columns[None, :] <= positions[:, None])
             if WINDOW is not None:
                 visible = visible & (columns[None, :] > positions[:, None] - WINDOW)
+            if views is not None:
+                visible = visible & ((columns[None, :] > positions[:, None] - view) | (columns < stay)[None, :])
             scores = tl.where(visible, scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             # A row that has seen nothing yet: −inf − 0, and not −inf − −inf.
@@ -263,8 +277,11 @@ def paged_attention(
 
     Rows behind the last sequence's are left unwritten; a sequence without tokens in the cache gets zeros. `splits`, a
     power of two: None = as many as fill the GPU. Raises ValueError where query and cache are not of types that are
-    multiplied: bf16 or fp16 ones, the cache of the same type or quantised.
+    multiplied: bf16 or fp16 ones, the cache of the same type or quantised; and where both sequences and layers say how
+    far they see.
     """
+    if batch.view_table is not None and rule.window is not None:
+        raise ValueError("a sequence has a view of its own only where the layers have no window")
     interpreted = triton.knobs.runtime.interpret
     dtype = _product_dtype(query, cache, interpreted=interpreted)
     count, heads, size = query.shape
@@ -300,6 +317,7 @@ def paged_attention(
         batch.block_tables,
         batch.query_starts,
         batch.kv_lengths,
+        batch.view_table,
         rule.sinks,
         output,
         sums,

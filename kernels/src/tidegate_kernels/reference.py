@@ -17,6 +17,8 @@ from tidegate_kernels.weight import Weight, linear
 
 View = tuple[int, int]
 """How far a token sees: the newest tokens, itself included, and the first ones, the sinks."""
+ALL = (1 << 31) - 1
+"""More tokens than any sequence has."""
 GREEDY_BELOW = 1e-5
 """Temperatures below count as zero: dividing by them overflows."""
 MAX_PADDING = 2
@@ -216,6 +218,8 @@ class Ragged:
     """What the CPU path goes through, by key-value heads and window: filled when a layer first asks for its own."""
     views: Sequence[View | None] | None = None
     """For each sequence how far its tokens see, in layers that see all; None = the layers decide for all of them."""
+    view_table: Tensor | None = None
+    """The same as int32 `[sequences, 2]`, with ALL for a sequence that sees all."""
     others: "tuple[Ragged, ...]" = ()
     """The same rows in the block tables of the other groups of layers, from group 1 on."""
 
@@ -254,6 +258,7 @@ def ragged_batch(
         block_tokens=block_tokens,
         groups={},
         views=views,
+        view_table=None if views is None else torch.tensor([view or (ALL, 0) for view in views], dtype=torch.int32),
     )
 
 

@@ -293,7 +293,7 @@ def choose_tokens(logits: Tensor, choice: Choice, adjustments: Adjustments | Non
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    parts = (None,) * 7
+    parts: tuple[Tensor | None, ...] = (None,) * 7
     if adjustments is not None:
         parts = (
             adjustments.starts,

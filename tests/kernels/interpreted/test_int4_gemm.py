@@ -1,7 +1,7 @@
 """Weights of four bits: their layout against what the formats define, exactly; their products against the reference."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 import pytest
@@ -37,7 +37,7 @@ def half_scales(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=generator(9)).add_(0.1).half()
 
 
-def read(config: dict[str, object], parts: dict[str, Tensor]) -> Groups:
+def read(config: Mapping[str, object], parts: dict[str, Tensor]) -> Groups:
     scheme = read_scheme(config)
     assert scheme is not None
     weight = scheme.weight("layer", parts)

@@ -11,7 +11,7 @@ import torch
 from tidegate_kernels import reference
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.paged_attention import MAX_SPLITS, launch_for, paged_attention, splits_for
-from tidegate_kernels.reference import AttentionRule, Cache, Ragged, ragged_batch
+from tidegate_kernels.reference import AttentionRule, Cache, Ragged, View, ragged_batch
 
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 NewCache = Callable[..., Cache]
@@ -19,7 +19,7 @@ Lengths = Sequence[tuple[int, int]]
 """New tokens of each sequence, and those before them."""
 MODELS = ((1, 1), (4, 1), (9, 3), (4, 4), (20, 1), (10, 2))
 """Query heads and key-value heads."""
-BLOCKS = 24
+BLOCKS = 40
 
 
 class Step:
@@ -33,6 +33,7 @@ class Step:
         heads: tuple[int, int],
         shape: tuple[int, int],
         dtype: torch.dtype = torch.float32,
+        views: Sequence[View | None] | None = None,
     ) -> None:
         size, block_tokens = shape
         self._generator = torch.Generator().manual_seed(len(lengths))
@@ -51,18 +52,18 @@ class Step:
         # Slices of one projection: rows lie apart.
         self.query = self._draw(sum(new for new, _ in lengths), heads[0] + 3, size)[:, : heads[0]]
         self.sinks = self._draw(heads[0])
-        self.batch = self._batch(lengths, self.cache)
+        self.batch = self._batch(lengths, self.cache, views)
         kept = [index for index, (new, _) in enumerate(lengths) if new]
         self._tables = [self._tables[index] for index in kept]
-        self._kept = self._batch([lengths[index] for index in kept], self._sound) if kept else None
+        kept_views = None if views is None else [views[index] for index in kept]
+        self._kept = self._batch([lengths[index] for index in kept], self._sound, kept_views) if kept else None
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator)
 
-    def _batch(self, lengths: Lengths, cache: Cache) -> Ragged:
-        return ragged_batch(
-            [new for new, _ in lengths], [new + before for new, before in lengths], self._tables, cache=cache
-        )
+    def _batch(self, lengths: Lengths, cache: Cache, views: Sequence[View | None] | None) -> Ragged:
+        totals = [new + before for new, before in lengths]
+        return ragged_batch([new for new, _ in lengths], totals, self._tables, cache=cache, views=views)
 
     def assert_equal(self, rule: AttentionRule, *, splits: int) -> None:
         found = paged_attention(self.query, self.cache, self.batch, rule, splits=splits)
@@ -83,6 +84,8 @@ class Case:
     window: int | None = None
     cap: float | None = None
     has_sinks: bool = False
+    views: Sequence[View | None] | None = None
+    """How far each sequence sees, and how many first tokens stay seen."""
 
 
 EXAMPLES = (
@@ -90,6 +93,8 @@ EXAMPLES = (
     Case([(16, 0), (17, 16), (1, 31), (0, 5)], (4, 1), (96, 16), torch.int8, splits=2, window=5),
     Case([(33, 31)], (10, 2), (80, 32), FP8, splits=2, cap=0.7, has_sinks=True),
     Case([(0, 0)], (1, 1), (64, 16), FP8, splits=2, has_sinks=True),
+    Case([(1, 200), (1, 40), (1, 150)], (4, 2), (64, 16), FP8, splits=1, views=[(20, 4), None, (33, 40)]),
+    Case([(20, 170), (1, 90)], (4, 2), (64, 16), torch.float32, splits=2, views=[(16, 70), (1, 0)], has_sinks=True),
     Case([(1, 100), (1, 3)], (20, 1), (256, 16), torch.bfloat16, splits=8, window=64, has_sinks=True),
 )
 
@@ -101,23 +106,42 @@ def drawn(seed: int) -> Case:
         lengths = [(random.randint(0, 1), random.randint(0, 90)) for _ in range(random.randint(1, 5))]
     else:
         lengths = [(random.randint(0, 37), random.randint(0, 70)) for _ in range(random.randint(1, 3))]
+    window, views = random.choice([None, 1, 5, 16, 64, 65, 1000]), None
+    if window is None and random.random() < 0.7:
+        views = [random.choice([None, (random.randint(1, 80), random.randint(0, 70))]) for _ in lengths]
     return Case(
         lengths,
         heads=random.choice(MODELS),
         shape=(random.choice([64, 80, 96, 128, 256]), random.choice([16, 32])),
         dtype=random.choice([FP8, torch.int8, torch.bfloat16, torch.float32]),
         splits=random.choice([1, 2, 8]),
-        window=random.choice([None, 1, 5, 16, 64, 65, 1000]),
+        window=window,
         cap=random.choice([None, 0.7]),
         has_sinks=random.random() < 0.5,
+        views=views,
     )
 
 
 @pytest.mark.parametrize("case", [*EXAMPLES, *map(drawn, range(300 if PROVE else 8))], ids=repr)
 def test_any_step_is_attended_as_by_the_reference(new_cache: NewCache, case: Case) -> None:
-    step = Step(case.lengths, new_cache, heads=case.heads, shape=case.shape, dtype=case.dtype)
+    step = Step(case.lengths, new_cache, heads=case.heads, shape=case.shape, dtype=case.dtype, views=case.views)
     rule = AttentionRule(case.shape[0] ** -0.5, case.window, case.cap, step.sinks if case.has_sinks else None)
     step.assert_equal(rule, splits=case.splits)
+
+
+def test_what_a_view_hides_is_not_read(new_cache: NewCache) -> None:
+    step = Step([(1, 200)], new_cache, heads=(2, 1), shape=(64, 16), views=[(16, 16)])
+    # Two tiles of 32 tokens hold all that is seen: the first, and the last.
+    hidden = step.batch.block_tables[0, 2:-3]
+    step.cache.keys[hidden] = torch.nan
+    step.cache.values[hidden] = torch.nan
+    step.assert_equal(AttentionRule(0.1), splits=1)
+
+
+def test_views_in_layers_with_a_window_are_refused(new_cache: NewCache) -> None:
+    step = Step([(1, 20)], new_cache, heads=(2, 1), shape=(64, 16), views=[(8, 0)])
+    with pytest.raises(ValueError, match="no window"):
+        paged_attention(step.query, step.cache, step.batch, AttentionRule(0.1, window=4))
 
 
 @pytest.mark.parametrize("splits", [1, 4])

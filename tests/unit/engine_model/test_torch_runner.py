@@ -325,6 +325,16 @@ def test_a_context_beyond_the_models_is_refused(tiny_model: Path) -> None:
         TorchRunner(tiny_model, options=TorchOptions(kv_blocks=10, max_model_len=300))
 
 
+def test_kernels_that_there_are_none_of_and_those_without_a_gpu_are_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ModelError, match=r"KernelsUnknown: .* choose torch or triton"):
+        TorchRunner(tiny_model, options=TorchOptions(kernels="cuda"))
+    with pytest.raises(ModelError, match=r"KernelsNeedGpu: .* TRITON_INTERPRET=1"):
+        TorchRunner(tiny_model, options=TorchOptions(kernels="triton"))
+
+
 def test_a_cache_without_a_usable_block_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match="KvCacheTooSmall: a KV cache needs 2 blocks"):
         TorchRunner(tiny_model, options=TorchOptions(kv_blocks=1))
