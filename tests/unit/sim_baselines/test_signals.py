@@ -49,3 +49,21 @@ def test_a_counter_that_is_looked_at_gives_the_rate_of_any_window() -> None:
     assert counter.rate(10) == pytest.approx(10)
     assert counter.rate(5) == pytest.approx(10)
     assert counter.rate(60) == pytest.approx((300 - 100) / 60)
+
+
+def test_the_mean_answer_is_that_of_those_that_ended_whatever_is_under_way(pod: MakePod, now: float) -> None:
+    def stand(short: float, long: float, made: float) -> dict[tuple[str, ...], float]:
+        return {("finished", "0", "64"): short, ("finished", "64", "256"): long, ("generation_tokens",): made}
+
+    # The cells from 64 and from 256 have their middles at 128 and 512; ten of each are 6400, and so many were made.
+    even = pod(READY, (now - 60, stand(0, 0, 0)), (now, stand(10, 10, 6400)))
+    assert signals.mean_output_tokens([even], now=now, window_seconds=60) == pytest.approx(320)
+    # Answers a quarter longer than the middles.
+    longer = pod(READY, (now - 60, stand(0, 0, 0)), (now, stand(10, 10, 8000)))
+    assert signals.mean_output_tokens([longer], now=now, window_seconds=60) == pytest.approx(400)
+    # Only short ones ended of late.
+    turned = pod(READY, (now - 60, stand(10, 10, 6400)), (now, stand(30, 10, 6400 + 20 * 128)))
+    assert signals.mean_output_tokens([turned, even], now=now, window_seconds=60) == pytest.approx(
+        (20 * 128 + 6400) / 40
+    )
+    assert signals.mean_output_tokens([pod()], now=now, window_seconds=60) is None

@@ -182,7 +182,8 @@ class Dynamo:
             return None
         self._requests.add(stand - self._arrivals)
         self._isl.add(_mean_isl(pods, now=view.now, window_seconds=THROUGHPUT_SECONDS) or 0.0)
-        self._osl.add(_mean_osl(pods, now=view.now, window_seconds=THROUGHPUT_SECONDS) or 0.0)
+        osl = signals.mean_output_tokens(pods, now=view.now, window_seconds=THROUGHPUT_SECONDS)
+        self._osl.add(osl or 0.0)
         self._planned_at, self._arrivals = view.now, stand
         rate = self._requests.predict() / elapsed * self.headroom
         traffic = Traffic(max(0.0, rate), self._isl.predict(), self._osl.predict())
@@ -196,19 +197,9 @@ class Dynamo:
 
 
 def _mean_isl(pods: Sequence[PodView], *, now: float, window_seconds: float) -> float | None:
-    return _ratio_of_rates(pods, "prompt_tokens", "arrivals", now=now, window_seconds=window_seconds)
-
-
-def _mean_osl(pods: Sequence[PodView], *, now: float, window_seconds: float) -> float | None:
-    return _ratio_of_rates(pods, "generation_tokens", "finished", now=now, window_seconds=window_seconds)
-
-
-def _ratio_of_rates(
-    pods: Sequence[PodView], above: str, below: str, *, now: float, window_seconds: float
-) -> float | None:
-    over = signals.total_rate(pods, above, now=now, window_seconds=window_seconds)
-    under = signals.total_rate(pods, below, now=now, window_seconds=window_seconds)
-    return over / under if over is not None and under else None
+    tokens = signals.total_rate(pods, "prompt_tokens", now=now, window_seconds=window_seconds)
+    requests = signals.total_rate(pods, "arrivals", now=now, window_seconds=window_seconds)
+    return tokens / requests if tokens is not None and requests else None
 
 
 def _load_of(pod: PodView, view: FleetView, plant: Plant) -> EngineLoad | None:

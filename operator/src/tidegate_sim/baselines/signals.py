@@ -3,9 +3,11 @@
 Pure. A reading that is not there, or older than `STALE_SECONDS`, is None: each policy says what it makes of that.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from tidegate_engine.settings import OSL_EDGES
 from tidegate_operator.demand import PodSample
 from tidegate_operator.observation import ReplicaPhase
 from tidegate_sim.controller import FleetView, PodView
@@ -94,6 +96,40 @@ def _summed(sample: PodSample, name: str) -> float:
     if plain is not None:
         return plain
     return sum(value for key, value in sample.values.items() if key[0] == name)
+
+
+def mean_output_tokens(pods: Sequence[PodView], *, now: float, window_seconds: float) -> float | None:
+    """Mean length of the answers that ended in the window; None when none did.
+
+    A frontend that counts whole answers knows it. Tokens made over answers ended would be more while load rises and
+    less while it falls, so lengths come from the cells, put right by the ratio of the two since the pods began.
+    """
+    ended: dict[int, float] = {}
+    since: dict[int, float] = {}
+    made = 0.0
+    for pod in pods:
+        samples = within(pod, now=now, window_seconds=window_seconds)
+        if len(samples) < 2:
+            continue
+        for key, stand in samples[-1].values.items():
+            if key[0] == "finished":
+                edge, before = int(key[2]), samples[0].values.get(key, 0.0)
+                ended[edge] = ended.get(edge, 0.0) + (stand - before if stand >= before else stand)
+                since[edge] = since.get(edge, 0.0) + stand
+        made += samples[-1].values.get(("generation_tokens",), 0.0)
+    count, in_cells = sum(ended.values()), _tokens_in_cells(since)
+    if count <= 0 or in_cells <= 0:
+        return None
+    return _tokens_in_cells(ended) / count * min(2.0, max(0.5, made / in_cells))
+
+
+def _tokens_in_cells(cells: Mapping[int, float]) -> float:
+    """Each answer in the geometric middle of its cell."""
+    total = 0.0
+    for edge, count in cells.items():
+        above = next((other for other in OSL_EDGES if other > edge), 2 * edge)
+        total += count * math.sqrt(max(1, edge) * above)
+    return total
 
 
 def kv_used_ratio(sample: PodSample) -> float | None:

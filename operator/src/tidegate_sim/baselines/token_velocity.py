@@ -43,18 +43,12 @@ class TokenVelocity:
         now, pods = view.now, signals.ready(view)
         self._arrivals.record(now, view.gateway.arrivals_total)
         requests = self._arrivals.rate(WINDOW_SECONDS)
-        seen, prompts, outputs, finished = (
-            signals.total_rate(pods, name, now=now, window_seconds=window)
-            for name, window in (
-                ("arrivals", WINDOW_SECONDS),
-                ("prompt_tokens", WINDOW_SECONDS),
-                ("generation_tokens", 2 * WINDOW_SECONDS),
-                ("finished", 2 * WINDOW_SECONDS),
-            )
-        )
-        if requests is None or not seen or prompts is None or outputs is None or not finished:
+        seen = signals.total_rate(pods, "arrivals", now=now, window_seconds=WINDOW_SECONDS)
+        prompts = signals.total_rate(pods, "prompt_tokens", now=now, window_seconds=WINDOW_SECONDS)
+        osl = signals.mean_output_tokens(pods, now=now, window_seconds=2 * WINDOW_SECONDS)
+        if requests is None or not seen or prompts is None or osl is None:
             return Order(view.desired_replicas, reason="NoMetrics")
-        isl, osl = prompts / seen, outputs / finished
+        isl = prompts / seen
         # What comes in counts, not what is served: a fleet that cannot keep up would look small otherwise.
         wanted = replicas_by_velocity(
             self.plant, prompt_rate=requests * isl, output_rate=requests * osl, isl=isl, osl=osl, use=self.use
