@@ -93,7 +93,13 @@ def served_by_engine(arrivals: Sequence[Sized]) -> tuple[Told, EngineMetrics, Sc
                 metrics.counts.itl[isl_cell(request.prompt_tokens)].observe(interval)
             if reason is not None:
                 told.ended(request)
-                metrics.finished(FinishedRequest(request.prompt_tokens, request.output_tokens, reason, 0.0, None, None))
+                osl, first = request.output_tokens, request.first_token_at or 0.0
+                itl = (now - first) / (osl - 1) if osl > 1 else None
+                metrics.finished(
+                    FinishedRequest(
+                        request.prompt_tokens, osl, reason, now - request.arrival, first - request.arrival, itl
+                    )
+                )
     return told, metrics, scheduler
 
 

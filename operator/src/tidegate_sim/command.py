@@ -122,6 +122,7 @@ def _run(options: argparse.Namespace) -> int:
         initial_replicas=low if options.initial_replicas is None else options.initial_replicas,
         settings=spec.initial_settings(),
         max_model_len=min(spec.engine.max_model_length or profile.max_model_len, profile.max_model_len),
+        patterns=spec.patterns(),
         start=start_times(options.start_seconds),
         scrape_seconds=scrape_seconds(spec),
         drain_timeout_seconds=float(spec.drain.timeout_seconds),

@@ -323,7 +323,14 @@ class Fleet:
     def _serve(self, pod: Pod) -> None:
         spec = self.spec
         pod.phase = ReplicaPhase.READY
-        pod.replica = Replica(spec.profile, self.settings, pod, max_model_len=spec.max_model_len, leaps=self._leaps)
+        pod.replica = Replica(
+            spec.profile,
+            self.settings,
+            pod,
+            max_model_len=spec.max_model_len,
+            patterns=spec.patterns,
+            leaps=self._leaps,
+        )
         pod.planned_wake = NEVER
         pod.samples.clear()
         pod.acknowledged = (self.generation, self.settings)

@@ -6,7 +6,8 @@ calls `wake` at `wake_at`. What is counted, and when, is as in `tidegate_engine.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,12 +15,15 @@ from tidegate_engine.blocks import BlockPool
 from tidegate_engine.request import Request, Step
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import (
+    DEFAULT_PATTERNS,
     ISL_EDGES,
     ITL_BUCKETS_SECONDS,
     OSL_EDGES,
     TTFT_BUCKETS_SECONDS,
     BatchSettings,
+    Pattern,
     lower_edge,
+    pattern_of,
 )
 from tidegate_engine.steptime import Profile, StepModel, StepShape, shape_of_step
 from tidegate_operator.observation import EngineInfo
@@ -62,6 +66,8 @@ class Counters:
         self.ttft = [0] * (len(TTFT_BUCKETS_SECONDS) + 1)
         self.itl = [0] * (len(ITL_BUCKETS_SECONDS) + 1)
         self.queue = [0] * (len(TTFT_BUCKETS_SECONDS) + 1)
+        self.at_the_end: dict[tuple[str, str], list[int]] = {}
+        """By (term, pattern): what is counted when a request has ended, since its pattern is known only then."""
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generation_tokens = 0
@@ -84,9 +90,11 @@ class Replica:
         sink: Sink,
         *,
         max_model_len: int | None = None,
+        patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
         leaps: bool = True,
     ) -> None:
         self.wake_at = NEVER
+        self._patterns = patterns
         self.counters = Counters()
         self.scheduler = Scheduler(
             settings,
@@ -123,7 +131,7 @@ class Replica:
         """Forget a request, whose client has gone."""
         self._cut_run(now)
         if self.scheduler.abort(request.id, now=now) is not None:
-            self._count_end(request)
+            self._count_end(request, now)
 
     def apply(self, settings: BatchSettings, now: float) -> None:
         """Use `settings` from the next step on."""
@@ -161,6 +169,8 @@ class Replica:
         values.update(zip(_TTFT, accumulate(counters.ttft), strict=True))
         values.update(zip(_ITL, accumulate(counters.itl), strict=True))
         values.update(zip(_QUEUE, accumulate(counters.queue), strict=True))
+        for (term, pattern), counts in counters.at_the_end.items():
+            values.update(zip(_at_the_end(term, pattern), accumulate(counts), strict=True))
         values.update(zip(_OUTPUT, scheduler.running_output_past_edges.values(), strict=True))
         values[_PROMPT] = counters.prompt_tokens
         values[_CACHED] = counters.cached_prompt_tokens
@@ -224,7 +234,7 @@ class Replica:
             else:
                 self._count_waits([interval])
             if reason is not None:
-                self._count_end(request)
+                self._count_end(request, now)
                 self._sink.ended(request)
 
     def _count_waits(self, seconds: list[float]) -> None:
@@ -244,9 +254,22 @@ class Replica:
         if request.scheduled_at is not None:
             counters.queue[bisect_left(TTFT_BUCKETS_SECONDS, request.scheduled_at - request.arrival)] += 1
 
-    def _count_end(self, request: Request) -> None:
-        cell = lower_edge(request.prompt_tokens, ISL_EDGES), lower_edge(request.output_tokens, OSL_EDGES)
-        self.counters.finished[cell] = self.counters.finished.get(cell, 0) + 1
+    def _count_end(self, request: Request, now: float) -> None:
+        isl, osl, counters = request.prompt_tokens, request.output_tokens, self.counters
+        cell = lower_edge(isl, ISL_EDGES), lower_edge(osl, OSL_EDGES)
+        counters.finished[cell] = counters.finished.get(cell, 0) + 1
+        pattern, first, last = pattern_of(isl, osl, self._patterns), request.first_token_at, request.last_token_at
+        figures = {"end_to_end": now - request.arrival}
+        if first is not None:
+            figures["finished_ttft"] = first - request.arrival
+            if last is not None and osl > 1:
+                figures["finished_itl"] = (last - first) / (osl - 1)
+        for term, seconds in figures.items():
+            bounds = _BOUNDS_AT_THE_END[term]
+            counts = counters.at_the_end.get((term, pattern))
+            if counts is None:
+                counts = counters.at_the_end[term, pattern] = [0] * (len(bounds) + 1)
+            counts[bisect_left(bounds, seconds)] += 1
 
     def _count_busy(self, seconds: float, *, steps: int, sequences: int, tokens: float) -> None:
         """A step's work is as much of its time as the largest of its shares of seats, tokens and blocks."""
@@ -336,6 +359,16 @@ def _buckets(name: str, bounds: Iterable[float]) -> tuple[tuple[str, str], ...]:
     return tuple((name, repr(float(bound))) for bound in (*bounds, math.inf))
 
 
+@cache
+def _at_the_end(term: str, pattern: str) -> tuple[tuple[str, str, str], ...]:
+    return tuple((term, pattern, bound) for _, bound in _buckets(term, _BOUNDS_AT_THE_END[term]))
+
+
+_BOUNDS_AT_THE_END = {
+    "end_to_end": TTFT_BUCKETS_SECONDS,
+    "finished_ttft": TTFT_BUCKETS_SECONDS,
+    "finished_itl": ITL_BUCKETS_SECONDS,
+}
 _ARRIVALS = tuple(("arrivals", str(edge)) for edge in ISL_EDGES)
 _FINISHED = {(isl, osl): ("finished", str(isl), str(osl)) for isl in ISL_EDGES for osl in OSL_EDGES}
 _TTFT = _buckets("ttft", TTFT_BUCKETS_SECONDS)

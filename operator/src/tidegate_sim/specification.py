@@ -110,6 +110,8 @@ class FleetSpec:
     settings: BatchSettings = DEFAULT_SETTINGS
     max_model_len: int | None = None
     """None = the profile's."""
+    patterns: tuple[Pattern, ...] = DEFAULT_PATTERNS
+    """By which the engines tell ended requests apart."""
     start: StartTimes = StartTimes()
     own_blocks: bool = False
     """Whether a preempted request finds in the prefix cache what it had computed, as in the engine, and not only what

@@ -11,22 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope, parameter_shapes
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.request import Request, SamplingParams
-from tidegate_engine.rope import Rope
 from tidegate_engine.scheduler import Scheduler
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.torch_runner import TorchOptions, TorchRunner
 from tidegate_engine.transformer import (
     Decoder,
-    DecoderConfig,
-    Experts,
-    LayerConfig,
     build_decoder,
     forward,
     layer_caches,
     new_kv_pool,
-    parameter_shapes,
 )
 from tidegate_kernels.compiled import TRITON, Int4Product, ScaledProduct, laid_out
 from tidegate_kernels.float8 import FP8
