@@ -1093,24 +1093,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             {},
             optional={
                 "max_num_partial_prefills": st.none() | st.integers(1, 3),
-                "max_prefill_tokens_per_step": st.none() | st.integers(0, 20),
-                "kv_admission_limit": st.floats(0.0, 1.0),
-                "watermark": st.floats(0.0, 0.6),
-                "reserve_ratio": st.none() | st.floats(-0.1, 1.0),
+                "max_prefill_tokens_per_step": st.none() | st.integers(1, 20),
+                "kv_admission_limit": st.floats(0.05, 1.0),
+                "watermark": st.floats(0.0, 0.5),
+                "reserve_ratio": st.none() | st.floats(0.0, 1.0),
                 "enable_prefix_caching": st.booleans(),
                 "max_num_queued_reqs": st.none() | st.integers(0, 9),
             },
-        )
+        ),
+        wrong=st.sampled_from([{}, {}, {}, {"watermark": 0.6}, {"reserve_ratio": -0.1}, {"enable_prefix_caching": 1}]),
     )
-    def patch(self, data: dict[str, object]) -> None:
+    def patch(self, data: dict[str, object], wrong: dict[str, object]) -> None:
         """As a PATCH does; what is out of bounds changes nothing."""
-        policy = change_policy(self.policy, data, bounds=POLICY_BOUNDS)
+        policy = change_policy(self.policy, {**data, **wrong}, bounds=POLICY_BOUNDS)
+        assert isinstance(policy, Violation) == bool(wrong)
         if not isinstance(policy, Violation):
             self.policy = policy
             self.scheduler.admit_by(policy.admission)
         assert self.scheduler.blocks.prefix_caching == self.policy.enable_prefix_caching
         acting = self.scheduler.limits
         assert acting == {**acting, **{name: self.policy.limits[name] for name in acting.keys() & self.policy.limits}}
+
+    @rule()
+    def switch_prefix_caching(self) -> None:
+        self.patch({"enable_prefix_caching": not self.policy.enable_prefix_caching}, {})
 
     @rule()
     def pause(self) -> None:
@@ -1227,6 +1233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         pool = self.scheduler.blocks
         assert pool.used + pool.cached + pool.free == pool.usable
+        assert pool.prefix_caching or not pool.cached
         for request in self.requests:
             output, _ = expected_output(request)
             assert request.output_ids == output[: request.output_tokens]
