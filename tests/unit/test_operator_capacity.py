@@ -244,8 +244,8 @@ def test_everything_in_a_load_adds_up() -> None:
 
 BOTH_TARGETS, TTFT_ONLY, LOOSE, STRICT = Targets(1.0, 0.05), Targets(1.0), Targets(3.0, 0.1), Targets(2.0, 0.03)
 TOLERANCE, LONG_PROMPT_TOLERANCE = 0.15, 0.25
-"""In the grid there are long prompts of which one chunk takes just the ITL goal, or one prompt just the TTFT goal: there
-the rate that the scheduler carries moves by a tenth with the seed."""
+"""In the grid there are long prompts of which one chunk takes just the ITL goal, or one prompt just the TTFT goal:
+there the rate that the scheduler carries moves by a tenth with the seed."""
 QUICK = (
     (CHAT, STRICT, BatchSettings(128, 2048, 512), 400),
     (RAG, BOTH_TARGETS, BatchSettings(128, 2048, 512), 400),
