@@ -150,17 +150,21 @@ def attend_kernel(
             staying = tl.minimum(tl.cdiv(stay, TILE), hidden)
             hidden -= staying
         share = tl.cdiv(tl.cdiv(end, TILE) - hidden, SPLITS)
-        begin = split * share
-        stop = tl.minimum(begin + share, tl.cdiv(end, TILE) - hidden)
+        if views is None:
+            begin = hidden + split * share
+            stop = tl.minimum(begin + share, tl.cdiv(end, TILE))
+        else:
+            begin = split * share
+            stop = tl.minimum(begin + share, tl.cdiv(end, TILE) - hidden)
 
         total = tl.zeros((ROWS, PADDED_SIZE), tl.float32)
         maximum = tl.full((ROWS,), float("-inf"), tl.float32)
         divisor = tl.zeros((ROWS,), tl.float32)
         table = block_tables + sequence.to(tl.int64) * table_row
         for index in range(begin, stop):
-            tile = index + hidden
+            tile = index
             if views is not None:
-                tile = tl.where(index < staying, index, tile)
+                tile = tl.where(index < staying, index, index + hidden)
             columns = tile * TILE + tl.arange(0, TILE)
             seen = columns < end
             blocks = tl.load(table + columns // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)

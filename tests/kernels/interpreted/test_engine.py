@@ -149,7 +149,12 @@ def test_a_weight_keeps_its_values_its_size_and_its_name_in_the_kernels_layout(n
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with norms of heads, as checkpoints are published."""
     path = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes: dict[str, object] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = sizes | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCAB, "max_position_embeddings": 256}
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False}
     (path / "config.json").write_text(
@@ -158,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(4)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return torch.randn(rows, columns, generator=generator).div_(columns**0.5)
 
     tensors = {"model.embed_tokens.weight": matrix(VOCAB, 64) * 8, "model.norm.weight": torch.ones(64)}
     tensors["lm_head.weight"] = matrix(VOCAB, 64)
