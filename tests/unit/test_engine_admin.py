@@ -360,7 +360,6 @@ async def test_settings_whose_time_ends_in_a_step_longer_than_any_wait_fall_back
     admin_headers: MakeHeaders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.05)
     runner = BlockingRunner(fast_profile)
     engine = await start_engine(runner=runner, admin_keys=admin_keys_file)
     assert engine.state.loaded is not None
@@ -369,6 +368,7 @@ async def test_settings_whose_time_ends_in_a_step_longer_than_any_wait_fall_back
         async with admin_of(engine) as admin, api_of(engine) as client:
             admin.headers.update(admin_headers())
             assert (await admin.patch(BATCHING, json={"max_num_seqs": 8, "ttl_s": 1})).status_code == 200
+            monkeypatch.setattr(admin_module, "CALL_TIMEOUT_SECONDS", 0.05)
             call = asyncio.create_task(
                 client.post("/v1/completions", json={"model": "fast", "prompt": "x", "max_tokens": 3})
             )
