@@ -417,6 +417,10 @@ def _pack(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("DependencyMissing", f"{error}; install tidegate[engine]") from error
     checkpoint = open_checkpoint(args.model)
+    if checkpoint.packed:
+        raise ConfigError(
+            "FlagsInvalid", f"--model {args.model} is packed already; name the model that it was made from"
+        )
     if args.output.exists() and any(args.output.iterdir()):
         raise ConfigError("FlagsInvalid", f"--output {args.output} is not empty; name a new folder")
     parameters = checkpoint.load(TORCH_DTYPES[precision.dtype], as_stored(precision))

@@ -170,6 +170,15 @@ def test_a_folder_with_something_in_it_is_not_written_to(
     assert "is not empty; name a new folder" in capsys.readouterr().err
 
 
+def test_a_packed_model_is_not_packed_again(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pack(tiny_model, tmp_path / "packed", "int8")
+    assert cli.main(["pack", "--model", str(folder), "--output", str(tmp_path / "again")]) == 2
+    assert "is packed already; name the model that it was made from" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
 def test_inspect_tells_what_a_model_holds_and_what_it_needs(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
