@@ -27,8 +27,8 @@ CANDIDATES = (64, 1024)
 """Most likely tokens that are sorted at first, and then; the whole vocabulary only where top-p reaches beyond them."""
 SPAN = 128
 """Tokens that a draw skips at once; the sum of so few is exact enough in single precision."""
-ROWS_AT_ONCE = 64
-"""Rows that random choices are made for at once: bounds the memory that they take."""
+LOGITS_AT_ONCE = 1 << 23
+"""Logits that random choices are made from at once, and a row at least: bounds the memory that they take."""
 MAX_KEPT_TOKENS = 16_384
 """Tokens whose plain result is made once."""
 NO_DRAFTS: Mapping[int, Sequence[int]] = {}
@@ -219,8 +219,9 @@ class Sampler:
             positions = np.array([output_tokens(index) for index in batch.drawn])
             points = dict(zip(batch.drawn, uniforms(batch.keys, positions).tolist(), strict=True))
             drawn = [index for index in batch.drawn if index not in replaced] if replaced else batch.drawn
-            for start in range(0, len(drawn), ROWS_AT_ONCE):
-                part = drawn[start : start + ROWS_AT_ONCE]
+            at_once = _rows_at_once(logits)
+            for start in range(0, len(drawn), at_once):
+                part = drawn[start : start + at_once]
                 rules = self._rules_of(part, requests, logits)
                 chosen = choose(_rows_of(part, logits, adjusted, changed), rules, [points[index] for index in part])
                 for index, token_id in zip(part, chosen, strict=True):
@@ -335,6 +336,10 @@ class Sampler:
         _count(request.output_ids[said.output :], said.counts)
         said.output = len(request.output_ids)
         return said
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, LOGITS_AT_ONCE // logits.shape[1])
 
 
 def _rows_of(part: Sequence[int], logits: Tensor, adjusted: Sequence[int], changed: Tensor | None) -> Tensor:
@@ -482,9 +487,9 @@ def _count(ids: Sequence[int], counts: dict[int, int]) -> None:
 def _logprobs(logits: Tensor, counts: Mapping[int, int], ids: Sequence[int]) -> dict[int, TokenLogprobs]:
     """By row of `counts`: log probabilities as the model gave them, before penalties and temperature."""
     result: dict[int, TokenLogprobs] = {}
-    wanted = list(counts)
-    for start in range(0, len(wanted), ROWS_AT_ONCE):
-        part = wanted[start : start + ROWS_AT_ONCE]
+    wanted, at_once = list(counts), _rows_at_once(logits)
+    for start in range(0, len(wanted), at_once):
+        part = wanted[start : start + at_once]
         values = torch.log_softmax(logits[part], dim=-1)
         most = min(max(counts[index] for index in part), values.shape[1])
         top = values.topk(most)

@@ -109,11 +109,17 @@ class StepInputs:
             array += 1
         begun: Sequence[int] = ()
         if len(rows):
-            known, blocks = before.order[rows], positions[rows] // size
-            self._write(known, blocks + 1, published=np.array(0))
-            found = self._tables[self._places[known], : tables.shape[2] * self._groups]
-            tables[:, rows] = found.reshape(len(rows), -1, self._groups).transpose(2, 0, 1)
-            new = tables[:, rows, blocks]
+            groups, blocks = self._groups, positions[rows] // size
+            owners = [self._known[index] for index in before.order[rows].tolist()]
+            # The tables by place stay behind: they are caught up when a step is laid out from them.
+            new = np.array(
+                [
+                    table[block * groups : (block + 1) * groups]
+                    for table, block in zip(owners, blocks.tolist(), strict=True)
+                ],
+                np.int32,
+            ).T
+            tables[:, rows, blocks] = new
             slots[:, rows] = new * np.int64(size)
             begun = new.ravel().tolist() if size > 1 else ()
         before.token_ids[before.inputs.first_rows] = _newest_ids(requests)
