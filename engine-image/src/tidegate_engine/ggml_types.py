@@ -84,7 +84,12 @@ def stored_weight(kind: GGMLQuantizationType, shape: tuple[int, ...], stored: Te
     if kind.name in GROUP_TYPES:
         step = max(1, CHUNK_VALUES // shape[-1])
         return concat_rows([groups_of(kind.name, part) for part in rows.split(step)])  # type: ignore[no-untyped-call]
-    return Blocks(kind.name.lower(), rows, shape[-1], decoder_of_type(kind))
+    return blocks_of(kind, rows, columns=shape[-1])
+
+
+def blocks_of(kind: GGMLQuantizationType, stored: Tensor, *, columns: int) -> Blocks:
+    """Rows of the type's blocks (uint8 `[rows, bytes of a row]`). Raises NotImplementedError for an unknown type."""
+    return Blocks(kind.name.lower(), stored, columns, GGML_QUANT_SIZES[kind][0], decoder_of_type(kind))
 
 
 def is_finite(kind: GGMLQuantizationType, weight: Weight, stored: Tensor) -> bool:

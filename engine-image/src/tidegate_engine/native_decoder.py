@@ -10,6 +10,7 @@ from ctypes import POINTER, Array, Structure, byref, c_float, c_int32, c_int64, 
 import torch
 from torch import Tensor
 
+from tidegate_engine.collectives import ALONE
 from tidegate_engine.transformer import Decoder, Layer, Mlp
 from tidegate_kernels import native
 from tidegate_kernels.native import KINDS, Projection
@@ -110,7 +111,7 @@ class NativeDecoder:
 def native_decoder(decoder: Decoder, caches: Sequence[Cache]) -> NativeDecoder | None:
     """None where there is no library for this CPU, or something in the model that it does not know."""
     config = decoder.config
-    if native.library() is None or decoder.dtype != torch.float32:
+    if native.library() is None or decoder.dtype != torch.float32 or decoder.collectives is not ALONE:
         return None
     kept: list[object] = []
 

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope
-from tidegate_engine.ggml_types import decoder_of_type
+from tidegate_engine.ggml_types import blocks_of
 from tidegate_engine.gguf_file import read_metadata_bytes
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision
@@ -240,11 +240,8 @@ def _restored(entry: Mapping[str, Any], tensors: dict[str, Tensor]) -> Weight:
             minima=tensors.get("minima"),
             order=tensors.get("order"),
         ),
-        "blocks": lambda: Blocks(
-            fields["name"],
-            tensors["stored"],
-            fields["columns"],
-            decoder_of_type(GGMLQuantizationType[fields["name"].upper()]),
+        "blocks": lambda: blocks_of(
+            GGMLQuantizationType[fields["name"].upper()], tensors["stored"], columns=fields["columns"]
         ),
     }
     return restore[entry["kind"]]()

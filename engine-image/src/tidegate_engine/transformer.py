@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig
+from tidegate_engine.collectives import ALONE, Collectives
 from tidegate_engine.rope import Turns, rope_frequencies, rope_magnitude
 from tidegate_kernels.lora import LowRank, add_low_rank
-from tidegate_kernels.native import Native
 from tidegate_kernels.operations import TORCH, Operations
 from tidegate_kernels.reference import (
     AttentionRule,
@@ -95,6 +95,8 @@ class Decoder:
     """Of each of the config's ropes."""
     embedding_scale: float | None
     operations: Operations
+    collectives: Collectives
+    """ALONE, or with the ranks that hold the other parts: `config` and parameters are this rank's then."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,8 +106,7 @@ class Decoder:
     @property
     def weights(self) -> tuple[Weight, ...]:
         """All matrices that are held, each once: a tied head is among them where it has a layout of its own."""
-        head = self.head.source if isinstance(self.head, Native) else self.head
-        matrices = [self.embedding] if head is self.embedding else [self.embedding, head]
+        matrices = [self.embedding] if self.head.held is self.embedding else [self.embedding, self.head]
         for layer in self.layers:
             matrices += [layer.qkv, layer.attention_output, *layer.mlp.weights]
         return tuple(matrices)
@@ -140,7 +141,13 @@ def fused_names(config: DecoderConfig) -> list[tuple[str, ...]]:
     return found
 
 
-def build_decoder(config: DecoderConfig, parameters: dict[str, Weight], operations: Operations = TORCH) -> Decoder:
+def build_decoder(
+    config: DecoderConfig,
+    parameters: dict[str, Weight],
+    operations: Operations = TORCH,
+    *,
+    collectives: Collectives = ALONE,
+) -> Decoder:
     """Fuse and pack `parameters`, which are those of `parameter_shapes`; the dictionary is emptied on the way.
 
     Emptied, so that no second copy of the weights is held. Each parameter is used exactly once: a KeyError means that
@@ -163,7 +170,7 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Weight], operatio
         head=head,
         turns=tuple(
             Turns(
-                rope_frequencies(each, size=size, context_tokens=config.context_tokens),
+                rope_frequencies(each, size=size, context_tokens=config.context_tokens).to(norm.device),
                 magnitude=rope_magnitude(each),
                 dtype=norm.dtype,
             )
@@ -172,6 +179,7 @@ def build_decoder(config: DecoderConfig, parameters: dict[str, Weight], operatio
         # Rounded as the models were trained with it.
         embedding_scale=None if scale is None else float(torch.tensor(scale, dtype=norm.dtype)),
         operations=operations,
+        collectives=collectives,
     )
 
 
@@ -289,14 +297,25 @@ def new_kv_pool(
     zero times NaN is NaN; but pages that the kernel zeroes on first use, so that memory is taken only by blocks that
     were used.
     """
+    parts = kv_pool_parts(config, blocks=blocks, block_tokens=block_tokens, dtype=dtype, groups=groups)
+    return tuple(_zero_pages(shape, own) for shape, own in parts)
+
+
+def kv_pool_parts(
+    config: DecoderConfig,
+    *,
+    blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    groups: Sequence[KvGroup] | None = None,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each of `new_kv_pool`'s tensors, for memory that it does not allocate: a GPU's."""
     shapes = [
         (layers, 2, blocks, kv_heads, block_tokens, config.head_size)
         for kv_heads, layers in _places(config, groups or all_in_one_group(config)).items()
     ]
-    pool = [_zero_pages(shape, dtype) for shape in shapes]
-    if dtype.itemsize == 1:
-        pool += [_zero_pages(shape[:-1], torch.float32) for shape in shapes]
-    return tuple(pool)
+    scales = [(shape[:-1], torch.float32) for shape in shapes] if dtype.itemsize == 1 else []
+    return [*((shape, dtype) for shape in shapes), *scales]
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -377,6 +396,7 @@ def forward(
 def head_logits(decoder: Decoder, states: Tensor) -> Tensor:
     """Logits `[rows, vocab]` of hidden states `[rows, hidden]`."""
     logits = linear(states, decoder.head)
+    logits = decoder.collectives.join(logits, decoder.config.vocab_size)
     return logits if decoder.config.logit_soft_cap is None else soft_cap(logits, decoder.config.logit_soft_cap)
 
 
@@ -390,7 +410,9 @@ def hidden_states(
 ) -> Tensor:
     """Write the keys and values of `token_ids` (int64 `[T]`) to `caches`; returns the last norm's `[T, hidden]`."""
     config = decoder.config
-    operations, eps = decoder.operations, config.norm_eps
+    operations, add, eps = decoder.operations, decoder.collectives.add, config.norm_eps
+    if adapters and decoder.collectives is not ALONE:
+        raise ValueError("adapters are held whole, and the layers here are a part of the model's; serve it on one GPU")
     activate, end = operations.activations[config.activation], max(batch.counts[1])
     tables = [turns.at(batch.positions, end=end) for turns in decoder.turns]
     residual = gather_rows(decoder.embedding, token_ids, dtype=decoder.dtype)
@@ -409,7 +431,7 @@ def hidden_states(
         )
         attention = operations.paged_attention(queries, cache, own, layer.rule)
         attended = linear(attention, layer.attention_output, layer.attention_output_bias)
-        attended = _adapted(attended, attention, deltas, "attention_output")
+        attended = add(_adapted(attended, attention, deltas, "attention_output"))
         if layer.post_attention_norm is not None:
             attended = operations.rms_norm(attended, layer.post_attention_norm, eps=eps)
         x = operations.add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
@@ -418,6 +440,7 @@ def hidden_states(
             mixed = _adapted(linear(inner, layer.mlp.down, layer.mlp.down_bias), inner, deltas, "down")
         else:
             mixed = _mix_experts(x, layer.mlp, activate)
+        mixed = add(mixed)
         if layer.post_mlp_norm is not None:
             mixed = operations.rms_norm(mixed, layer.post_mlp_norm, eps=eps)
         x = operations.add_rms_norm(mixed, residual, next_norm, eps=eps)

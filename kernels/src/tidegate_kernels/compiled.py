@@ -38,6 +38,10 @@ class ScaledProduct(Weight):
     def precision(self) -> str:
         return self.source.precision
 
+    @property
+    def held(self) -> Weight:
+        return self.source
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.source, Fp8) and self.source.in_blocks:
             rows = quantise_rows(x, Code(FP8, FP8_BLOCK))

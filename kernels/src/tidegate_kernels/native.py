@@ -168,6 +168,10 @@ class Native(Weight):
     def precision(self) -> str:
         return self.source.precision
 
+    @property
+    def held(self) -> Weight:
+        return self.source
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype and _is_torchs(x):
             return F.linear(x, self.source.values, bias)

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
-from tidegate_kernels.weight import Dense, Weight, cat_rows, finish, multiply_by_rows
+from tidegate_kernels.weight import Dense, Weight, cat_rows, check_cut, finish, multiply_by_rows
 
 INT8_MAX = 127
 FP8_BLOCK = 128
+UNPACKED_VALUES = 1 << 24
+"""Codes that are unpacked at once when columns are cut."""
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 """Bits of the planes that codes of so many bits are stored in, lowest first: each divides a byte."""
 
@@ -109,10 +111,23 @@ class Fp8(Scaled):
         blocks = slice(first // FP8_BLOCK, -(-(first + count) // FP8_BLOCK))
         return replace(self, codes=self.codes[first : first + count], scales=self.scales[blocks])
 
+    def narrow_columns(self, first: int, count: int) -> "Fp8":
+        codes = _columns(self.codes.view(torch.uint8), first, count).view(FP8)
+        if not self.in_blocks:
+            return replace(self, codes=codes)
+        check_cut(first, count, columns=self.shape[1], step=FP8_BLOCK, what="blocks")
+        blocks = -(-(first + count) // FP8_BLOCK) - first // FP8_BLOCK
+        return replace(self, codes=codes, scales=_columns(self.scales, first // FP8_BLOCK, blocks))
+
     def _block_scales(self, rows: Tensor) -> Tensor:
         """`[len(rows), in]`"""
         scales = self.scales.index_select(0, rows.div(FP8_BLOCK, rounding_mode="floor"))
         return scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : self.codes.shape[1]]
+
+
+def _columns(values: Tensor, first: int, count: int) -> Tensor:
+    """A copy, in one piece."""
+    return values[:, first : first + count].contiguous()
 
 
 def _rounded_to_fp8(x: Tensor, group: int) -> Tensor:
@@ -151,6 +166,9 @@ class Int8(Scaled):
 
     def narrow(self, first: int, count: int) -> "Int8":
         return Int8(self.codes[first : first + count], self.scales[first : first + count])
+
+    def narrow_columns(self, first: int, count: int) -> "Int8":
+        return Int8(_columns(self.codes, first, count), self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +251,29 @@ class Groups(Quantised):
             minima=None if self.minima is None else self.minima.index_select(0, rows),
         )
 
+    def narrow_columns(self, first: int, count: int) -> "Groups":
+        if self.order is not None:
+            raise ValueError(
+                f"a weight in {self.precision} whose columns were grouped by importance has parts of every group in "
+                "every part of its columns"
+            )
+        check_cut(first, count, columns=self.shape[1], step=self.group, what="groups")
+        if count % 8:
+            raise ValueError(f"{count} columns; codes of {self.bits} bits are packed 8 at a time")
+        start, groups = first // self.group, count // self.group
+        rows = max(1, UNPACKED_VALUES // self.shape[1])
+        parts = [
+            pack_codes(_columns(self.codes(row, min(row + rows, self.shape[0])), first, count), bits=self.bits)
+            for row in range(0, self.shape[0], rows)
+        ]
+        return replace(
+            self,
+            planes=tuple(torch.cat(planes) for planes in zip(*parts, strict=True)),
+            scales=_columns(self.scales, start, groups),
+            zeros=_columns(self.zeros, start, groups) if isinstance(self.zeros, Tensor) else self.zeros,
+            minima=None if self.minima is None else _columns(self.minima, start, groups),
+        )
+
     def join(self, below: "Sequence[Groups]") -> Weight | None:
         parts = [self, *below]
         if any(part._layout != self._layout for part in parts):
@@ -297,6 +338,7 @@ class Blocks(Quantised):
     stored: Tensor
     """uint8 `[out, bytes of a row]`"""
     columns: int
+    block_columns: int
     decode: Callable[[Tensor], Tensor]
 
     @property
@@ -316,6 +358,16 @@ class Blocks(Quantised):
 
     def select(self, rows: Tensor) -> "Blocks":
         return replace(self, stored=self.stored.index_select(0, rows))
+
+    def narrow(self, first: int, count: int) -> "Blocks":
+        return replace(self, stored=self.stored[first : first + count])
+
+    def narrow_columns(self, first: int, count: int) -> "Blocks":
+        check_cut(first, count, columns=self.columns, step=self.block_columns, what="blocks")
+        block_bytes = self.stored.shape[1] * self.block_columns // self.columns
+        blocks = count // self.block_columns
+        stored = _columns(self.stored, first // self.block_columns * block_bytes, blocks * block_bytes)
+        return replace(self, stored=stored, columns=count)
 
 
 def quantise_fp8(values: Tensor) -> Fp8:

@@ -227,6 +227,21 @@ class Ragged:
         """The rows in the block tables of the cache's group."""
         return self.others[cache.group - 1] if cache.group else self
 
+    def to(self, device: torch.device) -> "Ragged":
+        """The same step with its tensors there."""
+        table = None if self.view_table is None else self.view_table.to(device)
+        return replace(
+            self,
+            query_starts=self.query_starts.to(device),
+            kv_lengths=self.kv_lengths.to(device),
+            block_tables=self.block_tables.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            groups={},
+            view_table=table,
+            others=tuple(other.to(device) for other in self.others),
+        )
+
 
 def ragged_batch(
     query_lengths: Sequence[int],

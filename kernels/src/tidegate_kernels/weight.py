@@ -2,7 +2,7 @@
 
 Owns each precision's layout and its product on the CPU. Which precision a parameter gets is the engine's to say, and so
 is what a checkpoint's tensors mean; `transformer` calls `linear` and `gather_rows`, the readers `slice_rows` and
-`concat_rows`.
+`concat_rows`, the split over GPUs `slice_columns` too.
 """
 
 import platform
@@ -60,9 +60,18 @@ class Weight(ABC):
         """In the layout that `multiply` is fastest with, whose rows may not be selectable any more."""
         return self
 
+    @property
+    def held(self) -> "Weight":
+        """What lies in memory: another weight, where this one only multiplies with its values."""
+        return self
+
     def narrow(self, first: int, count: int) -> "Weight":
         """So many rows one after the other, without a copy where the layout allows it."""
         return self if (first, count) == (0, self.shape[0]) else self.select(torch.arange(first, first + count))
+
+    def narrow_columns(self, first: int, count: int) -> "Weight":
+        """So many columns one after the other, copied. Raises ValueError where the layout cannot be cut there."""
+        raise ValueError(f"columns of a weight in {self.precision} cannot be cut; cut it before laying it out")
 
     def join(self, below: "Sequence[Self]") -> "Weight | None":
         """One weight of the same kind with the rows of `below` after its own, or None where the parts do not agree."""
@@ -82,6 +91,18 @@ def gather_rows(weight: Weight, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
 def slice_rows(weight: Weight, first: int, count: int) -> Weight:
     """Rows one after the other (one parameter's of a stored tensor) as a weight of the same kind: see `narrow`."""
     return weight.narrow(first, count)
+
+
+def slice_columns(weight: Weight, first: int, count: int) -> Weight:
+    """Columns one after the other as a weight of the same kind: see `narrow_columns`."""
+    return weight if (first, count) == (0, weight.shape[1]) else weight.narrow_columns(first, count)
+
+
+def check_cut(first: int, count: int, *, columns: int, step: int, what: str) -> None:
+    """Raises ValueError where columns `[first, first + count)` begin or end inside one of `what`, `step` wide."""
+    end = first + count
+    if first % step or (end % step and end != columns):
+        raise ValueError(f"columns {first} to {end} of {columns} cut through {what} of {step} columns")
 
 
 def concat_rows(parts: Sequence[Weight]) -> Weight:
@@ -180,6 +201,9 @@ class Dense(Unscaled):
         values = self.values.flatten(0, -2) if self.values.dim() == 3 else self.values
         return Dense(values[first : first + count])
 
+    def narrow_columns(self, first: int, count: int) -> "Dense":
+        return Dense(self.values[:, first : first + count].contiguous())
+
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.values.to(dtype)
 
@@ -238,6 +262,19 @@ class Stacked(Weight):
 
     def select(self, rows: Tensor) -> "Stacked":
         raise TypeError("rows of stacked weights cannot be selected; select before stacking")
+
+    def narrow(self, first: int, count: int) -> Weight:
+        """Of each part the rows that lie inside."""
+        start, found = 0, []
+        for part in self.parts:
+            low, high = max(first, start), min(first + count, start + part.shape[0])
+            if low < high:
+                found.append(part.narrow(low - start, high - low))
+            start += part.shape[0]
+        return found[0] if len(found) == 1 else Stacked(tuple(found))
+
+    def narrow_columns(self, first: int, count: int) -> Weight:
+        return Stacked(tuple(part.narrow_columns(first, count) for part in self.parts))
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.cat([part.dequantised(dtype) for part in self.parts])

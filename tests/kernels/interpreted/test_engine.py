@@ -203,3 +203,14 @@ def test_a_runner_on_the_kernels_says_what_one_on_torch_says(folder: Path) -> No
     found = outputs_of(folder, "triton")
     assert found == outputs_of(folder, "torch")
     assert len({tuple(ids) for ids in found}) > 1
+
+
+@pytest.mark.parametrize("operations", [TRITON, TORCH], ids=["triton", "torch"])
+def test_a_tied_head_that_lies_where_the_embedding_does_is_counted_once(operations: Operations) -> None:
+    config = replace(PLAIN, tied_head=True)
+    parameters: dict[str, Weight] = {name: Dense(torch.ones(shape)) for name, shape in parameter_shapes(config).items()}
+    parameters["embedding"] = quantise_fp8(torch.randn(VOCAB, 64))
+    expected = sum(
+        weight.values.nbytes if isinstance(weight, Dense) else weight.size_bytes for weight in parameters.values()
+    )
+    assert build_decoder(config, parameters, operations).weight_bytes == expected

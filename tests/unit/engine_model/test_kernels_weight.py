@@ -17,7 +17,7 @@ from tidegate_kernels.quantised import (
     quantise_groups,
     quantise_int8,
 )
-from tidegate_kernels.weight import Dense, Stacked, Weight, concat_rows, gather_rows, linear
+from tidegate_kernels.weight import Dense, Stacked, Weight, concat_rows, gather_rows, linear, slice_columns, slice_rows
 
 
 def test_packed_weights_give_the_same_product_for_any_number_of_rows() -> None:
@@ -82,7 +82,7 @@ def a_weight(kind: str, *, rows: int = 160, columns: int = 192, seed: int = 0) -
         case "bfloat16" | "float16":
             return Dense(values.to(getattr(torch, kind)))
         case "blocks":
-            return Blocks("q8", values.view(torch.uint8), columns, lambda stored: stored.view(torch.float32).clone())
+            return Blocks("q8", values.view(torch.uint8), columns, 1, lambda stored: stored.view(torch.float32).clone())
         case _:
             return quantise_groups(values, bits=int(kind.removeprefix("int")[0]), group=32)
 
@@ -210,3 +210,24 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
     assert quantise_fp8(values).size_bytes == quantise_int8(values).size_bytes == count + 128 * 4
     assert quantise_fp8_blocks(values).size_bytes == count + 2 * 4
     assert quantise_groups(values, bits=4, group=64).size_bytes == count // 2 + count // 64 * 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ordered"])
+def test_columns_cut_out_keep_their_values_and_their_kind(kind: str) -> None:
+    weight = a_weight(kind, columns=384)
+    values = weight.dequantised()
+    for first, count in ((0, 128), (128, 256), (256, 128)):
+        part = slice_columns(weight, first, count)
+        assert (type(part), part.precision, part.shape) == (type(weight), weight.precision, (160, count))
+        assert part.size_bytes < weight.size_bytes
+        torch.testing.assert_close(part.dequantised(), values[:, first : first + count], atol=0, rtol=0)
+    stacked = slice_columns(concat_rows([weight, a_weight("int3-g32", columns=384)]), 128, 128)
+    torch.testing.assert_close(stacked.dequantised()[:160], values[:, 128:256], atol=0, rtol=0)
+
+
+def test_rows_of_stacked_parts_are_cut_across_their_border() -> None:
+    parts = [a_weight("int8"), a_weight("int4-g32"), a_weight("fp8")]
+    values = torch.cat([part.dequantised() for part in parts])
+    found = slice_rows(concat_rows(parts), 100, 300)
+    torch.testing.assert_close(found.dequantised(), values[100:400], atol=0, rtol=0)
+    assert found.precision == "int8+int4-g32+fp8"
