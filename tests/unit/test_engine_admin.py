@@ -506,6 +506,24 @@ async def test_kept_requests_stand_still_and_go_on_at_the_resume(
         assert 'tidegate_engine_paused{mode="keep"} 0.0' in (await admin.get("/metrics")).text
 
 
+async def test_a_pause_takes_nothing_of_the_time_that_requests_may_wait(
+    engine: Process, admin: httpx.AsyncClient, loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loops[engine]
+    clock = loop._clock
+    await admin.patch("/admin/v1/policy", json={"queue_timeout_s": 60})
+    await loop.call(lambda: loop.scheduler.apply(BatchSettings(1, 64, 64)))
+    call = {"model": "fast", "prompt": "x", "max_tokens": 200}
+    async with api_of(engine) as api:
+        calls = [asyncio.create_task(api.post("/v1/completions", json=call)) for _ in range(3)]
+        await until(lambda: (loop.scheduler.running, loop.scheduler.waiting) == (1, 2))
+        for _ in range(2):  # a second order to pause is the same pause
+            await admin.post("/admin/v1/pause", json={"mode": "keep"})
+        monkeypatch.setattr(loop, "_clock", lambda: clock() + 3600)
+        await admin.post("/admin/v1/resume")
+        assert [(await each).status_code for each in calls] == [200] * 3
+
+
 async def test_kept_requests_can_leave_be_aborted_and_are_finished_by_a_drain(
     engine: Process, admin: httpx.AsyncClient, loops: Loops
 ) -> None:

@@ -389,6 +389,7 @@ class BlockPool:
             "the counts do not add up": self.used + self.cached + self.free != self.usable,
             "a slot of the host pool is lost": self.host is not None and not self.host.is_sound(),
             "a free block has a hash": any(self._hashes[block] is not None for block in self._free),
+            "a prefix is known that nobody may share": not self._prefix_caching and bool(self._by_hash),
             "a cached block has no hash": any(self._hashes[block] is None for block in self._cached),
             "the hashes disagree": self._by_hash
             != {digest: block for block, digest in enumerate(self._hashes) if digest is not None},

@@ -162,6 +162,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._pooled = PooledBatcher(pooled or PooledLimits())
         self._is_frozen = False
+        self._frozen_at = 0.0
         self._taken = 0
         self._is_busy = False
         self._progress_at = clock()
@@ -262,6 +263,12 @@ class Engine:
         """Compute no further step and keep all requests as they are, or go on with them."""
 
         def switch() -> None:
+            now = self._clock()
+            if is_frozen and not self._is_frozen:
+                self._frozen_at = now
+            elif self._is_frozen and not is_frozen:
+                for request in (*self.scheduler.live_requests(), *self._pooled.held):
+                    request.excused_seconds += max(0.0, now - max(self._frozen_at, request.arrival))
             self._is_frozen = is_frozen
 
         await self.call(switch)
@@ -454,7 +461,8 @@ class Engine:
         now = self._clock()
         for request in self.scheduler.overdue(now):
             self.scheduler.abort(request.id, now=now)
-            waited = f"the request has waited {now - request.arrival:.1f} s and was given up: the server is busy"
+            seconds = now - request.arrival - request.excused_seconds
+            waited = f"the request has waited {seconds:.1f} s and was given up: the server is busy"
             self._end(request, Output(None, FinishReason.ABORT, waited))
 
     def _queue(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 Pure: the time is an argument. The engine loop owns one; what it takes is then scheduled beside everything else.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tidegate_engine.request import Request
@@ -32,6 +33,10 @@ class PooledBatcher:
     @property
     def waiting(self) -> int:
         return len(self._held)
+
+    @property
+    def held(self) -> Collection[Request]:
+        return self._held.values()
 
     @property
     def due_at(self) -> float | None:

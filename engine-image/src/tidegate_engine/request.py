@@ -119,6 +119,8 @@ class Request:
     """`prompt_ids` as 64-bit integers, for hashing and comparing."""
     hash_epoch: int | None = None
     """Epoch of the prefix cache that `block_hashes` and the blocks belong to."""
+    excused_seconds: float = 0.0
+    """Of its wait for the first step, what passed while the engine was frozen."""
     bypassed: int = 0
     """How often a later request was admitted before this one, which did not fit."""
 

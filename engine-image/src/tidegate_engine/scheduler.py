@@ -254,7 +254,7 @@ class Scheduler:
         timeout = self._admission.queue_timeout_s
         if timeout is None:
             return []
-        return [r for r in self._waiting if r.scheduled_at is None and now - r.arrival > timeout]
+        return [r for r in self._waiting if r.scheduled_at is None and now - r.arrival - r.excused_seconds > timeout]
 
     def plan(self, now: float) -> Step:
         """Choose the next step: decodes, then running prefills, then waiting requests.
