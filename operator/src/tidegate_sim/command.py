@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     lengths = "512, uniform:128,1024 or lognormal:512,0.8"
     load.add_argument("--isl", default="1000", metavar="N", help=f"and their prompts: {lengths} tokens (%(default)s)")
     load.add_argument("--osl", default="250", metavar="N", help="and their answers (%(default)s)")
-    load.add_argument("--duration-seconds", type=_above_zero, metavar="S", help="default: all of the trace, or 3600")
+    load.add_argument(
+        "--duration-seconds", type=_above_zero, metavar="S", help="of the trace, before --speed; all of it, or 3600"
+    )
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--start-seconds", type=_not_negative, default=60.0, metavar="S", help="to start a pod; 60")
     fleet.add_argument("--initial-replicas", type=_whole, metavar="N", help="ready at the start; the fewest allowed")
