@@ -150,7 +150,7 @@ def test_what_is_no_deployment_is_one_sentence_and_exit_code_2(
 
 def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "-f", "/does/not/exist"]) == 2
-    assert "cannot read /does/not/exist" in capsys.readouterr().err
+    assert "/does/not/exist cannot be read: No such file or directory" in capsys.readouterr().err
 
 
 FIGURES = {

@@ -11,6 +11,7 @@ from tidegate_operator.gpus import GPUS, Gpu, Prices, find_gpu
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.model_shapes import ModelShape, known_shape
 from tidegate_operator.plan import (
+    BOUND_BY,
     Answer,
     Held,
     Load,
@@ -227,7 +228,8 @@ def test_the_choice_is_the_cheapest_that_reaches_the_goals(everywhere: tuple[Que
     assert choice.cost_per_hour == pytest.approx(choice.replicas * choice.memory.tensor_parallel * price)
     # 10,000 tokens/s are 36 million an hour.
     assert choice.cost_per_million_tokens == pytest.approx(choice.cost_per_hour / 36)
-    assert str(choice.capacity.bottleneck) in answer.why and "least money" in answer.why
+    assert "it reaches the goals for the least money" in answer.why
+    assert BOUND_BY[choice.capacity.bottleneck] in answer.why and choice.capacity.binding in answer.why
 
 
 def gpu_chosen(prices: Prices) -> str:
@@ -273,7 +275,13 @@ def test_goals_out_of_reach_choose_nothing_and_say_what_is_reached() -> None:
     answer = plan(asked(targets=Targets(ttft_seconds=0.001), gpus=(gpu_of("L4"),)))
     assert answer.choice is None
     assert all("ttft" in option.misses for option in answer.options)
-    assert "misses ttft" in answer.why and "ms to the first token" in answer.why
+    assert "misses the goal for ttft" in answer.why and "ms to the first token" in answer.why
+
+
+def test_a_load_without_goals_is_carried_and_no_goal_is_claimed_to_be_reached() -> None:
+    load = Load(requests_per_second=1)
+    answer = plan(asked(targets=Targets(), gpus=(gpu_of("L40S"),), precisions=("fp8",), load=load))
+    assert "it carries the load for the least money" in answer.why and "goal" not in answer.why
 
 
 def test_a_tighter_goal_takes_a_larger_group() -> None:

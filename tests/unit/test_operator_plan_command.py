@@ -54,6 +54,12 @@ def test_the_choice_can_be_written_as_a_profile(tmp_path: Path, capsys: pytest.C
     assert main([*flags, str(tmp_path / "no-such-folder" / "x.json")]) == 2
 
 
+def test_the_goal_that_a_load_implies_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--concurrency", "100", "--tokens-per-second", "2000"]
+    assert main(["--model", "Llama-3.1-8B", *SMALL, *load]) == 0
+    assert "goals, 95th percentile: TTFT 1000 ms, ITL 50 ms" in capsys.readouterr().out
+
+
 def test_no_option_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "Llama-3.1-70B", "--gpu", "T4", "--precision", "bf16", "--mix", "1000:200"]) == 1
     assert "No choice: the model fits on none" in capsys.readouterr().out

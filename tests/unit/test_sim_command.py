@@ -42,7 +42,7 @@ def test_a_trace_is_served_beside_a_baseline(
     arguments = ["simulate", "-f", deployment, "--trace", trace, *PROFILE, "--baseline", "static=2", "--price", "2"]
     assert main([*arguments, "--html", str(page), "--json", str(figures)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["policy", "tidegate", "static"]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["policy", "tidegate", "static=2"]
     found = json.loads(figures.read_text())
     first, second = found["results"]
     assert first["requests"] == second["requests"] == 400
@@ -72,6 +72,7 @@ def test_the_same_seed_prints_the_same(deployment: str, capsys: pytest.CaptureFi
         ([*PROFILE, "--rate", "1", "--baseline", "guess"], "there is no baseline 'guess'"),
         (["--profile", "abacus", "--rate", "1"], "there is no profile 'abacus'"),
         ([*PROFILE, "--rate", "1", "--isl", "many"], "is no distribution of lengths"),
+        ([*PROFILE, "--rate", "1", "--baseline", "static=two"], "its knob must be a number, not 'two'"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(
@@ -86,3 +87,15 @@ def test_a_file_that_is_no_object_is_named(tmp_path: Path, capsys: pytest.Captur
     path.write_text('{"kind": "Pod"}')
     assert main(["simulate", "-f", str(path), *PROFILE, "--rate", "1"]) == 2
     assert "holds no LLMDeployment" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_no_number_is_told_so(deployment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("--rate", "ten"), ("--start-seconds", "soon"), ("--initial-replicas", "1.5")):
+        with pytest.raises(SystemExit):
+            main(["simulate", "-f", deployment, *PROFILE, flag, value])
+        assert re.search(rf"argument {flag}: must be a (whole )?number, not '?{value}", capsys.readouterr().err)
+
+
+def test_a_file_that_is_not_there_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "-f", "nowhere.yaml", *PROFILE, "--rate", "1"]) == 2
+    assert capsys.readouterr().err == "tidegate simulate: nowhere.yaml cannot be read: No such file or directory\n"

@@ -7,12 +7,11 @@
 import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tidegate_operator import formula
 from tidegate_operator.goals import in_short
-from tidegate_operator.objects import UnreadableInput, read_objects
+from tidegate_operator.objects import UnreadableInput, read_objects, read_text
 
 DESCRIPTION = """\
 Tools for people who run language models with Tidegate."""
@@ -59,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        objects = list(read_objects(_read(options.filename)))
+        objects = list(read_objects(read_text(options.filename)))
     except UnreadableInput as error:
-        print(f"tidegate: {error}", file=sys.stderr)
+        print(f"tidegate explain: {error}", file=sys.stderr)
         return 2
     print("\n\n".join("\n".join(explain_object(item)) for item in objects))
     return 0
@@ -75,13 +74,6 @@ def run_operator() -> int:
         print(f"tidegate-operator: {error.name} is missing: pip install 'tidegate[operator]'", file=sys.stderr)
         return 2
     return run()
-
-
-def _read(filename: str) -> str:
-    try:
-        return sys.stdin.read() if filename == "-" else Path(filename).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableInput(f"cannot read {filename}: {error}") from error
 
 
 def explain_object(item: Fields) -> list[str]:

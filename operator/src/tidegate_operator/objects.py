@@ -4,7 +4,9 @@ Called by the commands that work on files.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tidegate_operator.api import KIND
@@ -14,6 +16,16 @@ Fields = Mapping[str, Any]
 
 class UnreadableInput(Exception):
     """The input is not an LLMDeployment; the message says why."""
+
+
+def read_text(filename: str) -> str:
+    """What is in a file, or in standard input for `-`. Raises UnreadableInput."""
+    try:
+        return sys.stdin.read() if filename == "-" else Path(filename).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UnreadableInput(f"{filename} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UnreadableInput(f"{filename} cannot be read: it is no UTF-8 text") from error
 
 
 def read_objects(text: str) -> Iterator[Fields]:

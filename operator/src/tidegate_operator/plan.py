@@ -5,7 +5,7 @@ which the operator scales. Called by `plan_command`; whatever fits nowhere is to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidegate_engine.settings import DEFAULT_SETTINGS, BatchSettings, Envelope, find_violation
@@ -21,10 +21,11 @@ from tidegate_operator.capacity import (
     predict,
     scenario,
 )
+from tidegate_operator.goals import in_short
 from tidegate_operator.gpus import Gpu, Prices
 from tidegate_operator.mix import Mix
 from tidegate_operator.model_shapes import KV_VALUE_BYTES, ModelShape
-from tidegate_operator.observation import EngineInfo
+from tidegate_operator.observation import Bottleneck, EngineInfo
 from tidegate_operator.prior import step_prior, work_of
 
 USABLE_MEMORY = 0.9
@@ -238,7 +239,7 @@ def plan(question: Question) -> Answer:
         return Answer(tuple(options), tuple(refusals), None, _why_none(options))
     choice = _refined(question, reaching[0])
     others = [option for option in options if option is not reaching[0]]
-    return Answer((choice, *others), tuple(refusals), choice, _why(choice, reaching[1:]))
+    return Answer((choice, *others), tuple(refusals), choice, _why(question, choice, reaching[1:]))
 
 
 def _tried_precisions(question: Question, gpu: Gpu) -> tuple[str, ...]:
@@ -399,26 +400,47 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
     return (missing, math.inf if money is None else money, option.gpu_count)
 
 
-def _why(choice: Option, others: Sequence[Option]) -> str:
+def _why(question: Question, choice: Option, others: Sequence[Option]) -> str:
     """In words, without the choice itself: why it, what comes next, and what bounds it."""
     if choice.cost_per_hour is None:
-        return f"it reaches the goals, and no price is known; a replica is bound by {choice.capacity.bottleneck}"
-    parts = ["it reaches the goals for the least money"]
+        return f"{_achieves(question)}, and no price is known; a replica is {_bound(choice)}"
+    parts = [f"{_achieves(question)} for the least money"]
     rival = next((option for option in others if option.gpu is not choice.gpu), None)
     if rival is not None and rival.cost_per_million_tokens and choice.cost_per_million_tokens:
         more = rival.cost_per_million_tokens / choice.cost_per_million_tokens - 1
         parts.append(f"the next GPU, {describe(rival)}, costs {100 * more:.0f} % more a token")
-    parts.append(f"a replica is bound by {choice.capacity.bottleneck}")
+    parts.append(f"a replica is {_bound(choice)}")
     return "; ".join(parts)
+
+
+BOUND_BY: Mapping[Bottleneck, str] = {
+    Bottleneck.PREFILL: "the reading of prompts",
+    Bottleneck.DECODE: "decoding",
+    Bottleneck.KV: "the KV cache's room",
+    Bottleneck.QUEUE: "the wait for one of its batch's places",
+    Bottleneck.NONE: "nothing that is known",
+}
+
+
+def _achieves(question: Question) -> str:
+    return "it carries the load" if question.targets == Targets() else "it reaches the goals"
+
+
+def _bound(option: Option) -> str:
+    """Where a replica's time or room goes, and the goal that a higher rate would miss."""
+    capacity = option.capacity
+    goal = f" and by the goal for {in_short(capacity.binding)}" if capacity.binding else ""
+    return f"bound by {BOUND_BY[capacity.bottleneck]}{goal}"
 
 
 def _why_none(options: Sequence[Option]) -> str:
     if not options:
         return "the model fits on none of these GPUs in these precisions"
     closest = options[0]
-    missed = ", ".join(closest.misses) or "rate"
+    missed = ", ".join(in_short(goal) for goal in closest.misses) or "any rate at all"
     return (
-        f"no option reaches the goals: the closest, {describe(closest)}, misses {missed}; idle, it would take "
+        f"no option reaches the goals: the cheapest of those that miss the fewest, {describe(closest)}, misses the "
+        f"goal for {missed}; idle, it would take "
         f"{closest.capacity.idle_ttft_seconds * 1000:.0f} ms to the first token and "
         f"{closest.capacity.idle_itl_seconds * 1000:.0f} ms between two"
     )

@@ -18,7 +18,17 @@ from tidegate_operator.capacity import Targets
 from tidegate_operator.gpus import GPUS, PRICES_OF, Gpu, PriceError, find_gpu, nearest_names, parse_prices
 from tidegate_operator.mix import Cell, Mix
 from tidegate_operator.model_shapes import PRECISIONS, WELL_KNOWN, ModelShape, known_shape
-from tidegate_operator.plan import KV_PRECISIONS, Answer, Load, Option, Question, Refusal, plan, profile_of
+from tidegate_operator.plan import (
+    KV_PRECISIONS,
+    Answer,
+    Load,
+    Option,
+    Question,
+    Refusal,
+    plan,
+    profile_of,
+    with_implied_itl,
+)
 from tidegate_operator.plan import describe as describe_option
 from tidegate_operator.prior import PRIOR_ERROR, Source
 
@@ -70,9 +80,14 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--precision",
         default="bf16,fp8,int8",
         metavar="LIST",
-        help=f"of the weights: {', '.join(PRECISIONS)} (%(default)s)",
+        help=f"of the weights: {', '.join(PRECISIONS)} (%(default)s; fp16 too where a GPU has no bf16)",
     )
-    parser.add_argument("--kv-precision", choices=KV_PRECISIONS, default="auto", help="of the KV cache (16 bits)")
+    parser.add_argument(
+        "--kv-precision",
+        choices=KV_PRECISIONS,
+        default="auto",
+        help="of the KV cache (auto: 16 bits, or 32 beside fp32 weights)",
+    )
     parser.add_argument("--ttft", metavar="TIME", help="goal for the time to the first token, p95: 500ms, 2s")
     parser.add_argument("--itl", metavar="TIME", help="goal for the time between two tokens, p95: 50ms")
     parser.add_argument(
@@ -289,7 +304,7 @@ def describe(question: Question, answer: Answer) -> list[str]:
 
 
 def _asked(question: Question) -> Iterable[str]:
-    shape, targets, load = question.shape, question.targets, question.load
+    shape, targets, load = question.shape, with_implied_itl(question).targets, question.load
     yield f"{shape.name}: {_describe_shape(shape)}"
     cells = ", ".join(f"{100 * cell.share:.0f} % {cell.isl:.0f} in {cell.osl:.0f} out" for cell in question.mix.cells)
     yield f"requests: {cells} (tokens)"
@@ -397,6 +412,7 @@ def _option_dict(question: Question, option: Option) -> dict[str, object]:
         "stepModel": option.step.as_dict(),
         "maxRequestsPerSecond": capacity.requests_per_second,
         "bottleneck": str(capacity.bottleneck),
+        "binding": capacity.binding or None,
         "missedGoals": list(option.misses),
         "requestsPerSecond": option.requests_per_second,
         "outputTokensPerSecond": option.requests_per_second * question.mean_osl,

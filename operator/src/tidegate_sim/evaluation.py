@@ -372,7 +372,11 @@ def choose(names: str, known: Mapping[str, Any], what: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tidegate_sim.evaluation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tidegate_sim.evaluation",
+        description="Every scenario under every policy, with several seeds, each tuned on other traffic. Results "
+        "are kept, so that it goes on where it was stopped. docs/simulator.md says more.",
+    )
     parser.add_argument(
         "--data", type=Path, help="folder with the public traces; without it those scenarios are left out"
     )
@@ -380,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of kept results (default: ~/.cache/tidegate/evaluation)")
     parser.add_argument("--scenarios", help="names or patterns, with commas between (default: all but full ones)")
     parser.add_argument("--policies", help="names, with commas between (default: all)")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of each scenario (%(default)s)")
     parser.add_argument("--oracle-seeds", type=int, default=1, help="seeds for which the achievable oracle is searched")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--full", action="store_true", help="replay whole days as well: hours")

@@ -45,7 +45,6 @@ CODE = Kind("code", Tail(2500), Tail(25))
 RAG = Kind("rag", Tail(8000), Tail(200))
 LONG_ANSWERS = Kind("long-answers", Tail(300), Tail(800))
 SHORT = Kind("short", Tail(300), Tail(100))
-LONG_BOTH = Kind("long-both", Tail(8000), Tail(800))
 TAILED_CHAT = Kind("tailed-chat", Tail(600, 1.1, 32_000), Tail(180, 0.9, 4096))
 
 Shares = Callable[[float], Mapping[Kind, float]]

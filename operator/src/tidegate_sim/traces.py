@@ -58,7 +58,7 @@ def read(
         for copy in range(times):
             delay = random.uniform(0.0, COPY_SPREAD_SECONDS) if copy else 0.0
             number += 1
-            # A copy of a copy shares no prefix with others than the first would.
+            # Copies have the first one's blocks, so a scaled-up trace with prefixes finds more of them cached.
             heapq.heappush(waiting, (arrival.at_seconds + delay, number, arrival))
         while waiting and waiting[0][0] <= (at - DISORDER_SECONDS) / cut.speed:
             due, _, found = heapq.heappop(waiting)

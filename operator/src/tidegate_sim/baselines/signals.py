@@ -1,10 +1,10 @@
-"""What a policy reads out of a view: newest levels, means and rates over a window, of a pod and of all pods.
+"""What a policy reads out of a view: newest levels, the most and rates over a window, of a pod and of all pods.
 
 Pure. A reading that is not there, or older than `STALE_SECONDS`, is None: each policy says what it makes of that.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from tidegate_engine.settings import OSL_EDGES
@@ -61,19 +61,9 @@ def within(pod: PodView, *, now: float, window_seconds: float) -> Sequence[PodSa
     return pod.samples[first:]
 
 
-def mean_level(pod: PodView, *key: str, now: float, window_seconds: float) -> float | None:
-    values = list(_levels(pod, key, now=now, window_seconds=window_seconds))
-    return sum(values) / len(values) if values else None
-
-
 def max_level(pod: PodView, *key: str, now: float, window_seconds: float) -> float | None:
-    return max(_levels(pod, key, now=now, window_seconds=window_seconds), default=None)
-
-
-def _levels(pod: PodView, key: tuple[str, ...], *, now: float, window_seconds: float) -> Iterator[float]:
-    for sample in within(pod, now=now, window_seconds=window_seconds):
-        if key in sample.values:
-            yield sample.values[key]
+    samples = within(pod, now=now, window_seconds=window_seconds)
+    return max((sample.values[key] for sample in samples if key in sample.values), default=None)
 
 
 def rate(pod: PodView, name: str, *, now: float, window_seconds: float) -> float | None:
