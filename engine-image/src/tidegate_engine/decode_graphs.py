@@ -93,7 +93,7 @@ class DecodeGraphs:
 
 def _graph_of(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """`step` recorded; replaying it writes the same memory, which is returned."""
-    beside = torch.cuda.Stream()
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(WARM_UPS):

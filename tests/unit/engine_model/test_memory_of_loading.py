@@ -229,6 +229,7 @@ def load(path: Path) -> Decoder:
 
 
 def write_both(kind: str, folder: Path, size: Size) -> None:
+    torch.set_num_threads(1)  # a forked process has none of the threads that its parent may have started
     WRITERS[kind](folder / "model", size)
     WRITERS[kind](folder / "small", SMALL)
 
