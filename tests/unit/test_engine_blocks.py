@@ -131,6 +131,16 @@ def test_hashes_brought_ready_made_need_no_ids() -> None:
     assert len(pool.match(Request("c", 13, 8, 0.0, block_hashes=[b"one", b"other"]))) == 1
 
 
+def test_a_prefix_that_stays_known_when_none_may_be_shared_any_more_is_an_error_of_the_books() -> None:
+    pool = BlockPool(20, BLOCK)
+    request = make_request(range(10))
+    run_whole(pool, request)
+    pool.check_integrity([request.blocks])
+    pool._prefix_caching = False  # past the setter, which forgets them
+    with pytest.raises(IntegrityError, match="a prefix is known that nobody may share"):
+        pool.check_integrity([request.blocks])
+
+
 def test_without_prefix_caching_nothing_is_cached() -> None:
     pool = BlockPool(20, BLOCK, prefix_caching=False)
     request = make_request(range(10))

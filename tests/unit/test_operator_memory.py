@@ -52,6 +52,8 @@ def test_unreadable_memory_is_no_memory() -> None:
     assert load_memory({"version": 1, "settings": [1, 2]}) == Memory()
     assert load_memory({"version": 1, "history": [["a", "b", "c"]]}) == Memory()
     assert load_memory({"version": 1, "trial": {"at": 1}}) == Memory()
+    assert load_memory({"version": 1, "forecast": {"today": [1]}}) == Memory()
+    assert load_memory({"version": 1, "generation": float("inf")}) == Memory()
 
 
 BUCKETS = buckets_for((300, 0), sync_seconds=15)

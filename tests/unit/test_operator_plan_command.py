@@ -66,6 +66,30 @@ def test_no_option_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        *(
+            ("--mix", mix)
+            for mix in ("nan:5", "5:nan", "inf:1", "1:2:inf", "1:2:nan", "chat:inf", "1:2:1e308,1:2:1e308")
+        ),
+        ("--mix", ",".join(["100:100"] * 65)),
+        ("--ttft", "9" * 400 + "s"),
+        ("--itl", "0.0000000001ms"),
+    ],
+)
+def test_numbers_that_no_load_has_are_refused_in_a_sentence(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", "Llama-3.1-8B", "--gpu", "L4", *flags]) == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_name_that_no_file_can_have_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "a" * 5000]) == 2
+    assert "neither a file nor a known model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--model", "no-such"], "neither a file nor a known model"),

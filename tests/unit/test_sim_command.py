@@ -73,6 +73,11 @@ def test_the_same_seed_prints_the_same(deployment: str, capsys: pytest.CaptureFi
         (["--profile", "abacus", "--rate", "1"], "there is no profile 'abacus'"),
         ([*PROFILE, "--rate", "1", "--isl", "many"], "is no distribution of lengths"),
         ([*PROFILE, "--rate", "1", "--baseline", "static=two"], "its knob must be a number, not 'two'"),
+        ([*PROFILE, "--rate", "1e9"], "are more than 20,000,000"),
+        ([*PROFILE, "--rate", "1", "--duration-seconds", "1e18"], "are more than 20,000,000"),
+        ([*PROFILE, "--rate", "1", "--baseline", "hpa-concurrency=nan"], "its knob (requests in a pod) is 0.001"),
+        ([*PROFILE, "--rate", "1", "--baseline", "keda=0"], "its knob (waiting requests a replica) is 0.001"),
+        ([*PROFILE, "--rate", "1", "--baseline", "clairvoyant=1e300"], "its knob (margin over the demand) is 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(
@@ -99,3 +104,51 @@ def test_a_flag_that_is_no_number_is_told_so(deployment: str, capsys: pytest.Cap
 def test_a_file_that_is_not_there_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "-f", "nowhere.yaml", *PROFILE, "--rate", "1"]) == 2
     assert capsys.readouterr().err == "tidegate simulate: nowhere.yaml cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("long.csv", b"t,isl,osl\n0,10,10\n1,99999999999999999999,10\n", "1,073,741,824 are the most"),
+        ("late.csv", b"t,isl,osl\n0,10,10\n1e18,10,10\n", "ten years are the most"),
+        ("broken.csv.gz", b"\x1f\x8b\x08\x00abcdefgh", "cannot be read"),
+    ],
+)
+def test_a_trace_that_no_simulation_could_serve_is_named(
+    deployment: str, tmp_path: Path, name: str, content: bytes, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["simulate", "-f", deployment, *PROFILE, "--trace", str(path)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--speed", "--rate-scale", "--length-scale"])
+@pytest.mark.parametrize("value", ["1e300", "1e-320", "nan", "0"])
+def test_a_factor_is_one_that_a_trace_could_have(
+    deployment: str, trace: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "-f", deployment, *PROFILE, "--trace", trace, flag, value])
+    assert "must be 1e-06 to 1e+06" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("kind: List\nitems: 5\n", "holds no LLMDeployment"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("kind: LLMDeployment\nspec: {a: 2020-99-99}\n", "neither JSON nor YAML"),
+        ("kind: LLMDeployment\nmetadata: [1]\nspec: [1]\n", "spec"),
+        ("kind: LLMDeployment\nmetadata: null\nspec: {}\n", "model"),
+    ],
+)
+def test_an_object_that_is_none_is_named_by_every_command(
+    tmp_path: Path, content: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "object.yaml"
+    path.write_text(content)
+    assert main(["simulate", "-f", str(path), *PROFILE, "--rate", "1"]) == 2
+    assert complaint in capsys.readouterr().err
+    assert main(["explain", "-f", str(path)]) in (0, 2)

@@ -88,6 +88,8 @@ class StepModel:
 
 
 TERMS = tuple(item.name for item in fields(StepModel))
+MAX_TERM_SECONDS = 3600.0
+MAX_KV_BLOCKS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def load_profile(name: str) -> Profile:
         raise ValueError(f"there is no profile {name!r}; there are {', '.join(profile_names())}")
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"profile {name} is not JSON: {error}") from error
     try:
         return parse_profile(data)
@@ -163,6 +165,10 @@ def parse_profile(data: object) -> Profile:
                 raise ValueError(f"{item.name} must be a whole number above 0, not {number!r}")
         elif item.type is str and not (isinstance(values[item.name], str) and values[item.name]):
             raise ValueError(f"{item.name} must be a text, not {values[item.name]!r}")
+    if not 2 <= values["kv_blocks"] <= MAX_KV_BLOCKS:
+        raise ValueError(f"kv_blocks must be 2, of which one is never used, to {MAX_KV_BLOCKS}")
+    if slow := [term for term, seconds in step.items() if seconds > MAX_TERM_SECONDS and term.endswith("_seconds")]:
+        raise ValueError(f"step.{slow[0]} is {step[slow[0]]:g} s; no step takes more than {MAX_TERM_SECONDS:g}")
     values["step"] = StepModel(**step)
     values["start_seconds"] = {name: _number(value, f"start_seconds.{name}") for name, value in start.items()}
     return Profile(**values)

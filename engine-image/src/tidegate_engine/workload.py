@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -147,7 +148,7 @@ def stream_rows(path: Path) -> Iterator[PlannedRequest]:
     try:
         with _open(path) as file:
             yield from _rows(file, path)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
         raise WorkloadError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error

@@ -109,7 +109,7 @@ def load_memory(data: Mapping[str, object]) -> Memory:
             forecast=load_forecast(data.get("forecast")),
             zero=load_zero(data.get("zero")),
         )
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, LookupError, OverflowError):
         return Memory()
 
 

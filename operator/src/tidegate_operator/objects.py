@@ -34,7 +34,8 @@ def read_objects(text: str) -> Iterator[Fields]:
     if not isinstance(data, Mapping):
         raise UnreadableInput("the input holds no Kubernetes object; pipe `kubectl get lld NAME -o json` into it")
     items = data.get("items") if str(data.get("kind", "")).endswith("List") else [data]
-    found = [item for item in items or [] if isinstance(item, Mapping) and item.get("kind") == KIND]
+    listed = items if isinstance(items, list) else []
+    found = [item for item in listed if isinstance(item, Mapping) and item.get("kind") == KIND]
     if not found:
         raise UnreadableInput(f"the input holds no {KIND}, but {data.get('kind') or 'something without a kind'}")
     yield from found
@@ -45,11 +46,15 @@ def _parse(text: str) -> object:
         return json.loads(text)
     except ValueError:
         pass
+    except RecursionError as error:
+        raise UnreadableInput("the input is nested too deeply for an object of Kubernetes") from error
     try:
         import yaml  # not needed for JSON, and no dependency of the bare package
     except ImportError as error:
         raise UnreadableInput("the input is no JSON, and PyYAML is not installed; use kubectl's -o json") from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise UnreadableInput("the input is nested too deeply for an object of Kubernetes") from error
+    except (yaml.YAMLError, ValueError) as error:  # the latter from dates and numbers that are none
         raise UnreadableInput(f"the input is neither JSON nor YAML: {' '.join(str(error).split())}") from error

@@ -58,6 +58,11 @@ MIXES: Mapping[str, tuple[Lengths, ...]] = {
 }
 """Means in and out: chat 1,025/251, rag 8,000/201, code 2,350/25, summary 5,400/280, reasoning 460/3,250."""
 
+MAX_KINDS = 64
+MAX_TOKENS = 1 << 30
+MAX_SHARES = 1e9
+MIN_GOAL_SECONDS, MAX_GOAL_SECONDS = 1e-6, 86_400.0
+
 
 class UnknownModel(ValueError):
     """No shape of this name, or files that hold none: one sentence that says what to do."""
@@ -181,9 +186,14 @@ def parse_mix(text: str) -> Mix:
                 found.append((isl, osl, share))
         except ValueError:
             raise BadFlag(f"--mix {item!r} is neither ISL:OSL:SHARE nor one of {', '.join(MIXES)}") from None
+    if len(found) > MAX_KINDS:
+        raise BadFlag(f"--mix names {len(found)} kinds of requests; {MAX_KINDS} are the most")
     total = sum(share for *_, share in found)
-    if total <= 0 or any(isl < 1 or osl < 1 or share < 0 for isl, osl, share in found):
-        raise BadFlag("--mix needs lengths of one token or more, and shares that are not all zero")
+    is_sound = all(1 <= isl <= MAX_TOKENS and 1 <= osl <= MAX_TOKENS and share >= 0 for isl, osl, share in found)
+    if not is_sound or not 0 < total <= MAX_SHARES:
+        raise BadFlag(
+            f"--mix needs lengths of 1 to {MAX_TOKENS:,} tokens, and shares that are not all zero, nor {MAX_SHARES:g}"
+        )
     return Mix(
         requests_per_second=1.0,
         cells=tuple(
@@ -197,16 +207,17 @@ def parse_mix(text: str) -> Mix:
 def parse_time(text: str) -> float:
     """Seconds of `500ms`, `0.5s` or `2m`; raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m)\s*", text)
-    if match is None or float(match[1]) <= 0:
+    seconds = 0.0 if match is None else float(match[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0}[match[2]]
+    if not MIN_GOAL_SECONDS <= seconds <= MAX_GOAL_SECONDS:
         raise ValueError(text)
-    return float(match[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0}[match[2]]
+    return seconds
 
 
 def _goal(flag: str, text: str | None) -> float | None:
     try:
         return None if text is None else parse_time(text)
     except ValueError:
-        raise BadFlag(f"{flag} {text!r} is no time; write 500ms or 2s") from None
+        raise BadFlag(f"{flag} {text!r} is no time of up to a day; write 500ms or 2s") from None
 
 
 def _positive(flag: str, value: float | None) -> float | None:
@@ -239,12 +250,16 @@ def read_shape(model: str) -> ModelShape:
     A path that exists wins. Raises UnknownModel.
     """
     path = Path(model)
-    if path.exists():
+    try:
+        is_there = path.exists()
+    except OSError:  # no name that a file could have
+        is_there = False
+    if is_there:
         return _shape_of_files(path)
     shape = known_shape(model)
     if shape is None:
         raise UnknownModel(
-            f"{model} is neither a file nor a known model; give a folder with config.json, a GGUF file, or one of "
+            f"{model:.200} is neither a file nor a known model; give a folder with config.json, a GGUF file, or one of "
             f"{', '.join(WELL_KNOWN)}"
         )
     return shape

@@ -9,9 +9,9 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TextIO
 
@@ -33,6 +33,11 @@ from tidegate_sim.traces import Counted, Cut, read
 
 POINTS = 600
 """Most points of a plot."""
+MAX_ARRIVALS = 20_000_000
+"""Of one simulation; each takes about a hundred bytes."""
+MAX_SIMULATED_SECONDS = 10 * 366 * 86_400.0
+MAX_INITIAL_REPLICAS = 10_000
+MAX_FACTOR = 1e6
 PROGRESS_SECONDS = 5.0
 EXIT_INTERRUPTED = 130
 DESCRIPTION = """\
@@ -83,9 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("what arrives")
     load.add_argument("--trace", type=Path, metavar="FILE", help="CSV with a time and two lengths, or Mooncake's JSONL")
     load.add_argument("--trace-start-seconds", type=_not_negative, default=0.0, metavar="S", help="begin there in it")
-    load.add_argument("--speed", type=_above_zero, default=1.0, metavar="X", help="its time passes X times faster")
-    load.add_argument("--rate-scale", type=_above_zero, default=1.0, metavar="X", help="X times its requests")
-    load.add_argument("--length-scale", type=_above_zero, default=1.0, metavar="X", help="X times its tokens a request")
+    load.add_argument("--speed", type=_factor, default=1.0, metavar="X", help="its time passes X times faster")
+    load.add_argument("--rate-scale", type=_factor, default=1.0, metavar="X", help="X times its requests")
+    load.add_argument("--length-scale", type=_factor, default=1.0, metavar="X", help="X times its tokens a request")
     load.add_argument("--rate", type=_above_zero, metavar="R", help="without a trace: requests a second")
     lengths = "512, uniform:128,1024 or lognormal:512,0.8"
     load.add_argument("--isl", default="1000", metavar="N", help=f"and their prompts: {lengths} tokens (%(default)s)")
@@ -95,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--start-seconds", type=_not_negative, default=60.0, metavar="S", help="to start a pod; 60")
-    fleet.add_argument("--initial-replicas", type=_whole, metavar="N", help="ready at the start; the fewest allowed")
+    fleet.add_argument("--initial-replicas", type=_replicas, metavar="N", help="ready at the start; the fewest allowed")
     fleet.add_argument("--timeout-seconds", type=_above_zero, metavar="S", help="clients give up without a first token")
     fleet.add_argument("--price", type=_not_negative, metavar="USD", help="of a GPU-hour")
     compare = parser.add_argument_group("comparison and output")
@@ -118,6 +123,11 @@ def _run(options: argparse.Namespace) -> int:
     name, spec = _object(options.deployment)
     profile = _profile(options.profile, spec)
     arrivals, described = _arrivals(options, profile)
+    if arrivals[-1].at_seconds > MAX_SIMULATED_SECONDS:
+        raise SimulationRefused(
+            f"the last request comes after {arrivals[-1].at_seconds:g} s, and ten years are the most; are the trace's "
+            "times seconds? Choose a part with --duration-seconds, or a higher --speed"
+        )
     low, high = spec.replica_bounds() if spec.autoscaling.mode is ScalingMode.AUTO else (spec.fixed_replicas(),) * 2
     fleet = FleetSpec(
         profile,
@@ -169,7 +179,9 @@ def _run(options: argparse.Namespace) -> int:
 def _object(filename: str) -> tuple[str, Spec]:
     """Name and spec of the file's first LLMDeployment."""
     found = next(read_objects(read_text(filename)))
-    return str(found.get("metadata", {}).get("name", "unnamed")), parse_spec(found.get("spec") or {})
+    metadata = found.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    return str(name or "unnamed"), parse_spec(found.get("spec") or {})
 
 
 def _profile(name: str | None, spec: Spec) -> Profile:
@@ -193,6 +205,10 @@ def _arrivals(options: argparse.Namespace, profile: Profile) -> tuple[list[Arriv
     duration = options.duration_seconds
     if options.trace is None:
         seconds = 3600.0 if duration is None else duration
+        if not options.rate * seconds <= MAX_ARRIVALS:
+            raise SimulationRefused(
+                f"{options.rate:g} requests/s for {seconds:g} s are more than {MAX_ARRIVALS:,}; lower one of them"
+            )
         isl, osl = parse_lengths(options.isl), parse_lengths(options.osl)
         made = _made_up(options.rate, isl, osl, seconds=seconds, seed=options.seed)
         if not made:
@@ -206,7 +222,12 @@ def _arrivals(options: argparse.Namespace, profile: Profile) -> tuple[list[Arriv
         length_scale=options.length_scale,
     )
     counted = Counted()
-    found = list(read(options.trace, cut, block_tokens=profile.block_tokens, seed=options.seed, counted=counted))
+    each = read(options.trace, cut, block_tokens=profile.block_tokens, seed=options.seed, counted=counted)
+    found = list(islice(each, MAX_ARRIVALS + 1))
+    if len(found) > MAX_ARRIVALS:
+        raise SimulationRefused(
+            f"{options.trace} has more than {MAX_ARRIVALS:,} requests; choose some with --duration-seconds"
+        )
     left_out = f"; {counted.skipped} rows without tokens left out" if counted.skipped else ""
     return found, f"{options.trace.name}{left_out}"
 
@@ -333,8 +354,17 @@ def _not_negative(given: str) -> float:
     return value
 
 
-def _whole(given: str) -> int:
+def _factor(given: str) -> float:
+    value = _not_negative(given)
+    if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
+        raise argparse.ArgumentTypeError(f"must be {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, not {given}")
+    return value
+
+
+def _replicas(given: str) -> int:
     value = _not_negative(given)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, not {given}")
+    if value > MAX_INITIAL_REPLICAS:
+        raise argparse.ArgumentTypeError(f"must be 0 to {MAX_INITIAL_REPLICAS}, not {given}")
     return int(value)

@@ -16,6 +16,8 @@ from tidegate_sim.arrivals import Arrival
 
 COPY_SPREAD_SECONDS = 5.0
 """Copies of a request, where the rate is raised, come within so long after it."""
+MAX_TOKENS = 1 << 30
+"""Of a prompt or an answer, scaled; more is no request of any model."""
 DISORDER_SECONDS = 60.0
 """Rows may stand so far out of order."""
 
@@ -53,6 +55,9 @@ def read(
     waiting: list[tuple[float, int, Arrival]] = []
     number, last = 0, 0.0
     for at, row in _chosen(path, cut, counted):
+        longest = max(row.input_tokens, row.output_tokens)
+        if longest > MAX_TOKENS or longest * cut.length_scale > MAX_TOKENS:
+            raise WorkloadError(f"{path}: a request has {longest} tokens, and {MAX_TOKENS:,} are the most")
         arrival = _arrival(row, at / cut.speed, scale=cut.length_scale, block_tokens=block_tokens)
         times = int(cut.rate_scale) + (random.random() < cut.rate_scale % 1)
         for copy in range(times):

@@ -55,6 +55,7 @@ def _hpa_both(plant: Plant, knob: float, arrivals: Sequence[Arrival]) -> Control
     return Hpa(metrics, bounds_of(plant), name="hpa-both")
 
 
+MIN_KNOB, MAX_KNOB = 1e-3, 1e6
 WAITING_BESIDE = 2.0
 """Target of the second metric of `hpa-both`."""
 
@@ -198,10 +199,13 @@ BASELINES: Mapping[str, Baseline] = {
 
 
 def make(name: str, plant: Plant, *, knob: float | None = None, arrivals: Sequence[Arrival] = ()) -> Controller:
-    """The baseline of that name; raises ValueError with the names there are."""
+    """The baseline of that name; raises ValueError with the names there are, or the knob's bounds."""
     if name not in BASELINES:
         raise ValueError(f"there is no baseline {name!r}; there are {', '.join(BASELINES)}")
     if name == "clairvoyant" and not arrivals:
         raise ValueError("the clairvoyant needs the workload's arrivals beforehand")
     baseline = BASELINES[name]
+    lowest = 0.0 if 0 in baseline.grid else MIN_KNOB
+    if knob is not None and not lowest <= knob <= MAX_KNOB:
+        raise ValueError(f"its knob ({baseline.knob}) is {lowest:g} to {MAX_KNOB:g}, not {knob:g}")
     return baseline.make(plant, baseline.default if knob is None else knob, arrivals)
