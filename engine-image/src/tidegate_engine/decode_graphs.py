@@ -24,6 +24,8 @@ class _Recorded:
     batch: Ragged
     """Its tensors are the buffers; its counts are the longest that may come, by which launches are cut."""
     replay: Callable[[], Tensor]
+    kept: tuple[Tensor, ...]
+    """Memory that is not a graph's own, which a larger step than the recorded one would have replaced."""
 
 
 class DecodeGraphs:
@@ -88,7 +90,9 @@ class DecodeGraphs:
                 return forward(self._decoder, token_ids, own, caches=self._caches, logits_rows=rows)
             return forward(self._decoder, token_ids, batch, caches=self._caches, logits_rows=rows)
 
-        return _Recorded(token_ids, batch, step if self._device.type == "cpu" else _graph_of(step))
+        replay = step if self._device.type == "cpu" else _graph_of(step)
+        kept = (rows, *(tensor for turns in self._decoder.turns for tensor in turns.memory))
+        return _Recorded(token_ids, batch, replay, kept)
 
 
 def _graph_of(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

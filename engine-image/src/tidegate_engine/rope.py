@@ -29,6 +29,11 @@ class Turns:
         self._cos = self._sin = frequencies.new_empty((0, 1, 2 * len(frequencies)), dtype=dtype)
         self._found = self._cos, self._sin
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What recorded calls of `at` read and write, to be kept for as long as they are replayed."""
+        return self._cos, self._sin, *self._found
+
     def at(self, positions: Tensor, *, end: int) -> tuple[Tensor, Tensor]:
         """What `rope` takes, for int64 `positions` before `end`; valid until the next call."""
         if end > len(self._cos):

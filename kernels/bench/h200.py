@@ -1,0 +1,135 @@
+"""Checks and measures every kernel and an 8B-shaped model on one GPU, in under eight minutes.
+
+    python kernels/bench/h200.py --out results            on a GPU
+    python kernels/bench/h200.py --out results --rehearse on a CPU: every code path but recording and timing
+
+Each section is a process of its own with a time of its own: one that fails, hangs or ruins the GPU's context ends
+alone, and its rows so far stay. Writes a JSON file a section, and all of it as `results.json` and `results.md`. Ends
+with 1 where a section failed or a kernel is wrong. What is measured is in the other modules here.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOTAL_SECONDS = 470
+GRACE_SECONDS = 15
+"""Beyond its time a section may finish the row that it is at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    module: str
+    function: str
+    seconds: int
+
+
+SECTIONS = {
+    "rates": Section("What the GPU does at most", "speed", "rates", 20),
+    "numerics": Section("Kernels against float64", "numerics", "run", 90),
+    "attention": Section("Decode attention", "speed", "attention", 60),
+    "products": Section("Products", "speed", "products", 90),
+    "fusions": Section("Fused kernels", "speed", "fusions", 25),
+    "steps-bf16": Section("Decode steps, 8B in bf16", "whole_model", "steps_bf16", 60),
+    "steps-fp8": Section("Decode steps, 8B in FP8", "whole_model", "steps_fp8", 60),
+    "fit": Section("Step times of bf16 and their fit", "whole_model", "fit", 50),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that results are written to")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted on the CPU")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.section:
+        sys.exit(run_here(options.section, options.out, rehearse=options.rehearse, seconds=options.seconds))
+    sys.exit(run_all(options.only, options.out, rehearse=options.rehearse))
+
+
+def run_all(names: list[str], folder: Path, *, rehearse: bool) -> int:
+    """Each section in a process, then the report; returns the exit status."""
+    started = time.monotonic()
+    failed = []
+    for name in names:
+        left = TOTAL_SECONDS - (time.monotonic() - started)
+        # A rehearsal proves that all of it runs, however long a busy CPU takes.
+        seconds = 600.0 if rehearse else min(float(SECTIONS[name].seconds), left)
+        print(f"{name}: {seconds:.0f} s at most, {left:.0f} s left of all", flush=True)
+        if not _run_apart(name, folder, rehearse=rehearse, seconds=max(1.0, seconds)):
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - started:.0f} s since the start", flush=True)
+    wrong = write_report(names, folder)
+    for line in (*(f"section {name} failed" for name in failed), *wrong):
+        print(line, flush=True)
+    return 1 if failed or wrong else 0
+
+
+def _run_apart(name: str, folder: Path, *, rehearse: bool, seconds: float) -> bool:
+    (folder / f"{name}.json").unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--section", name, "--out", str(folder), "--seconds", str(seconds)]
+    # Triton reads it when it is imported.
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if rehearse else {"TRITON_DEFAULT_FP_FUSION": "1"})
+    try:
+        run = subprocess.run(
+            command + ["--rehearse"] * rehearse, env=environment, timeout=seconds + GRACE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"  killed after {seconds + GRACE_SECONDS:.0f} s", flush=True)
+        return False
+    return run.returncode == 0
+
+
+def run_here(name: str, folder: Path, *, rehearse: bool, seconds: float) -> int:
+    """One section in this process."""
+    from measuring import Report, place_of
+
+    report = Report(name, folder, time.monotonic() + seconds)
+    section = SECTIONS[name]
+    try:
+        place = place_of(rehearse=rehearse)
+        print(f"  {section.title}, on {place.describe()}", flush=True)
+        getattr(importlib.import_module(section.module), section.function)(place, report)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported, and the other sections run
+        traceback.print_exc()
+        report.error = f"{type(error).__name__}: {error}"
+    report.write()
+    return 0 if report.error is None else 1
+
+
+def write_report(names: list[str], folder: Path) -> list[str]:
+    """`results.json` and `results.md`; returns a line for each check that did not pass."""
+    from measuring import markdown, read_section
+
+    sections: dict[str, dict[str, Any] | None] = {name: read_section(folder, name) for name in names}
+    parts, wrong = [], []
+    for name, found in sections.items():
+        title = SECTIONS[name].title
+        if found is None:
+            parts.append(f"## {title}\n\nNothing: the section ended before its first row.\n")
+            continue
+        parts.append(markdown(title, found["rows"]))
+        if found["left_out"]:
+            parts.append(f"{found['left_out']} rows left out for lack of time.\n")
+        if found["error"]:
+            parts.append(f"Ended by {found['error']}\n")
+        wrong += [f"{row['kernel']} is wrong: {row['case']}" for row in found["rows"] if row.get("passed") is False]
+    (folder / "results.json").write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text("\n".join(parts), encoding="utf-8")
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

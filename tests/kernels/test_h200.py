@@ -1,0 +1,67 @@
+"""The script that measures a GPU, rehearsed on the CPU: every section runs, reports, and fails alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
+BENCH = Path(__file__).parents[2] / "kernels" / "bench"
+SECTIONS = ("rates", "numerics", "attention", "products", "fusions", "steps-bf16", "steps-fp8", "fit")
+
+
+def run(*arguments: str, script: Path = BENCH / "h200.py") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_a_rehearsal_runs_sections_and_writes_what_they_found(tmp_path: Path) -> None:
+    names = SECTIONS if PROVE else ("rates", "products")
+    found = run("--rehearse", "--out", str(tmp_path), "--only", *names)
+    assert found.returncode == 0, found.stdout + found.stderr
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert list(results) == list(names)
+    for name in names:
+        assert results[name]["rows"] and results[name]["error"] is None and results[name]["left_out"] == 0, name
+    written = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert written.count("\n## ") + written.startswith("## ") == len(names)
+    if PROVE:
+        sources = (BENCH.parent / "src" / "tidegate_kernels").glob("*.py")
+        kernels = {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
+        assert {row["kernel"] for row in results["numerics"]["rows"]} == kernels
+        assert all(row["passed"] for row in results["numerics"]["rows"])
+
+
+def test_a_section_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    broken = tmp_path / "bench"
+    broken.mkdir()
+    for file in BENCH.glob("*.py"):
+        (broken / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    source = (broken / "speed.py").read_text(encoding="utf-8")
+    (broken / "speed.py").write_text(
+        source.replace("def rates(", "def rates(place: Place, report: Report) -> None:\n    1 / 0\n\n\ndef unused("),
+        encoding="utf-8",
+    )
+    (broken / "numerics.py").write_text(
+        (BENCH / "numerics.py").read_text(encoding="utf-8")
+        + "\n\ndef run(place: Place, report: Report) -> None:\n"
+        + "    report.add(kernel='norm_kernel', case='made up', error=1.0, allowed=0.1, passed=False)\n",
+        encoding="utf-8",
+    )
+    out = tmp_path / "out"
+    found = run("--rehearse", "--out", str(out), "--only", "rates", "numerics", script=broken / "h200.py")
+    assert found.returncode == 1
+    assert found.stdout.endswith("section rates failed\nnorm_kernel is wrong: made up\n")
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert results["rates"] == {
+        "section": "rates", "rows": [], "left_out": 0, "error": "ZeroDivisionError: division by zero"
+    }  # fmt: skip
+    assert results["numerics"]["rows"][0]["case"] == "made up"
