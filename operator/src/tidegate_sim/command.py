@@ -355,7 +355,7 @@ def _not_negative(given: str) -> float:
 
 
 def _factor(given: str) -> float:
-    value = _not_negative(given)
+    value = _number(given)
     if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
         raise argparse.ArgumentTypeError(f"must be {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, not {given}")
     return value
