@@ -42,21 +42,24 @@ SECTIONS = {
     "steps-bf16": Section("Decode steps, 8B in bf16", "whole_model", "steps_bf16", 60),
     "steps-fp8": Section("Decode steps, 8B in FP8", "whole_model", "steps_fp8", 60),
     "fit": Section("Step times of bf16 and their fit", "whole_model", "fit", 50),
+    "tune": Section("Launches tried", "tune", "run", 400),
 }
+USUAL = [name for name in SECTIONS if name != "tune"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder that results are written to")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted on the CPU")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--only", nargs="+", choices=USUAL, default=USUAL, help="sections to run")
+    parser.add_argument("--tune", action="store_true", help="try other cuts of the products, and nothing else")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.section:
         sys.exit(run_here(options.section, options.out, rehearse=options.rehearse, seconds=options.seconds))
-    sys.exit(run_all(options.only, options.out, rehearse=options.rehearse))
+    sys.exit(run_all(["tune"] if options.tune else options.only, options.out, rehearse=options.rehearse))
 
 
 def run_all(names: list[str], folder: Path, *, rehearse: bool) -> int:

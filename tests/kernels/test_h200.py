@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tidegate_kernels.launches import TABLE_PATH, read_choices
+
 PROVE = bool(os.environ.get("TIDEGATE_PROVE"))
 BENCH = Path(__file__).parents[2] / "kernels" / "bench"
 SECTIONS = ("rates", "numerics", "attention", "products", "fusions", "steps-bf16", "steps-fp8", "fit")
@@ -38,6 +40,20 @@ def test_a_rehearsal_runs_sections_and_writes_what_they_found(tmp_path: Path) ->
         kernels = {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
         assert {row["kernel"] for row in results["numerics"]["rows"]} == kernels
         assert all(row["passed"] for row in results["numerics"]["rows"])
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_tuning_writes_a_table_whose_measured_rows_say_so_and_leaves_the_others(tmp_path: Path) -> None:
+    found = run("--rehearse", "--tune", "--out", str(tmp_path))
+    assert found.returncode == 0, found.stdout + found.stderr
+    before = read_choices(TABLE_PATH.read_text(encoding="utf-8"))
+    after = read_choices((tmp_path / TABLE_PATH.name).read_text(encoding="utf-8"))
+    assert [(each.kernel, each.architecture, each.rows_at_most) for each in after] == [
+        (each.kernel, each.architecture, each.rows_at_most) for each in before
+    ]
+    changed = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert [(each.kernel, each.rows_at_most, each.source) for each in changed] == [("scaled", 16, "measured")]
 
 
 def test_a_section_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:

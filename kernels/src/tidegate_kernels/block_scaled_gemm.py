@@ -17,23 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.quantised import FP8_BLOCK, Fp8
 from tidegate_kernels.reference import QuantisedRows
-from tidegate_kernels.scaled_gemm import Tiles, architecture_now, tile_of
+from tidegate_kernels.scaled_gemm import architecture_now, tile_of
 
 
 def tiles_for(rows: int, architecture: int) -> Tiles:
-    """A heuristic, not measured: what spills no registers, which one block's sums take beside the whole one's.
+    """What spills no registers, which one block's sums take beside the whole one's; wgmma and tcgen05 need fewer.
 
     COLUMNS divides FP8_BLOCK: all columns of a program lie in one block of rows of the weight.
     """
-    if rows <= 16:
-        return Tiles(rows=16, columns=32, depth=FP8_BLOCK, warps=4, stages=4)
-    if rows <= 64:
-        return Tiles(rows=64, columns=64, depth=FP8_BLOCK, warps=4, stages=4)
-    # mma.sync wants operands in registers; wgmma and tcgen05 take them from shared memory.
-    in_registers = architecture // 10 not in (9, 10)
-    return Tiles(rows=128, columns=64 if in_registers else 128, depth=FP8_BLOCK, warps=8, stages=3)
+    return tiles_of("block_scaled", rows=rows, architecture=architecture)
 
 
 @triton.jit

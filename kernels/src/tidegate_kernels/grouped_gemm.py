@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.reference import QuantisedRows
-from tidegate_kernels.scaled_gemm import Tiles, sum_of_products
+from tidegate_kernels.scaled_gemm import architecture_now, sum_of_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,9 @@ class ExpertWeights:
     """fp32 `[experts, out]` of codes; None = values as they are."""
 
 
-def tiles_for(rows: int, experts: int) -> Tiles:
-    """A heuristic, not measured; `rows`: of all experts, which are taken to have equally many."""
-    share = rows // experts
-    if share <= 16:
-        return Tiles(rows=16, columns=64, depth=128, warps=4, stages=3)
-    if share <= 64:
-        return Tiles(rows=64, columns=64, depth=64, warps=4, stages=3)
-    return Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
+def tiles_for(rows: int, experts: int, architecture: int) -> Tiles:
+    """`rows`: of all experts, which are taken to have equally many."""
+    return tiles_of("grouped", rows=rows // experts, architecture=architecture)
 
 
 @triton.jit
@@ -109,7 +105,7 @@ def grouped_linear(
     output = values.new_empty((len(values), out), dtype=dtype or values.dtype)
     if len(values) == 0:
         return output
-    tiles = tiles_for(len(values), experts)
+    tiles = tiles_for(len(values), experts, architecture_now())
     row_tiles = len(values) // tiles.rows + experts
     grouped_kernel[(row_tiles * triton.cdiv(out, tiles.columns),)](
         values,

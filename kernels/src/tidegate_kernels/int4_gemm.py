@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.quantised import Groups, pack_codes
-from tidegate_kernels.scaled_gemm import Tiles, tile_of
+from tidegate_kernels.scaled_gemm import architecture_now, tile_of
 
 RUN = 64
 """Columns that lie together."""
@@ -93,13 +94,9 @@ def unpack(weight: Int4) -> Groups:
     )
 
 
-def tiles_for(rows: int) -> Tiles:
-    """A heuristic, not measured. DEPTH is one run: each half of it has one scale a row."""
-    if rows <= 16:
-        return Tiles(rows=16, columns=64, depth=RUN, warps=4, stages=5)
-    if rows <= 64:
-        return Tiles(rows=64, columns=64, depth=RUN, warps=4, stages=3)
-    return Tiles(rows=64, columns=128, depth=RUN, warps=4, stages=3)
+def tiles_for(rows: int, architecture: int) -> Tiles:
+    """DEPTH is one run: each half of it has one scale a row."""
+    return tiles_of("int4", rows=rows, architecture=architecture)
 
 
 @triton.jit
@@ -190,7 +187,7 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None = None) -> Tensor:
     output = x.new_empty(count, out)
     if count == 0:
         return output
-    tiles = tiles_for(count)
+    tiles = tiles_for(count, architecture_now())
     int4_kernel[(triton.cdiv(count, tiles.rows) * triton.cdiv(out, tiles.columns),)](
         x,
         weight.codes,

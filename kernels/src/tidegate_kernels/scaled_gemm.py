@@ -11,8 +11,6 @@ write and read `[T, out]` in fp32, eight bytes a value. Source: W8A8 with per-to
 SmoothQuant 2022. Oracle: `reference.scaled_linear`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +18,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from tidegate_kernels.float8 import FP8
+from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.quantised import Fp8, Int8
 from tidegate_kernels.reference import QuantisedRows
 
@@ -34,27 +33,9 @@ LIBRARY_MULTIPLE = 16
 """What its columns must be a multiple of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a product is cut: ROWS × COLUMNS of the output a program, DEPTH of the sum at a time."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def tiles_for(rows: int) -> Tiles:
-    """A heuristic, not measured: few rows wait for the weights' memory, many for the matrix units."""
-    if rows <= 16:
-        return Tiles(rows=16, columns=64, depth=128, warps=4, stages=4)
-    if rows <= 32:
-        return Tiles(rows=32, columns=64, depth=128, warps=4, stages=4)
-    if rows <= 64:
-        return Tiles(rows=64, columns=64, depth=128, warps=4, stages=4)
-    # Three stages of two tiles: 96 KiB, of the 99 that sm_89 and sm_120 have.
-    return Tiles(rows=128, columns=128, depth=128, warps=8, stages=3)
+def tiles_for(rows: int, architecture: int) -> Tiles:
+    """Few rows wait for the weights' memory, many for the matrix units."""
+    return tiles_of("scaled", rows=rows, architecture=architecture)
 
 
 @triton.jit
@@ -156,7 +137,7 @@ def scaled_linear(
     output = torch.empty((count, out), dtype=dtype, device=x.codes.device)
     if count == 0:
         return output
-    tiles = tiles_for(count)
+    tiles = tiles_for(count, architecture_now())
     scaled_kernel[(triton.cdiv(count, tiles.rows) * triton.cdiv(out, tiles.columns),)](
         x.codes,
         x.scales,

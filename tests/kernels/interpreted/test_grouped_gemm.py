@@ -76,4 +76,4 @@ def test_operands_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_tiles_fit_the_rows_that_an_expert_has_on_average() -> None:
-    assert [tiles_for(rows, 8).rows for rows in (8, 128, 129, 512, 1024)] == [16, 16, 16, 64, 128]
+    assert [tiles_for(rows, 8, 0).rows for rows in (8, 128, 129, 512, 1024)] == [16, 16, 16, 64, 128]

@@ -98,4 +98,4 @@ def test_operands_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_tiles_fit_the_rows_and_what_the_matrix_units_take() -> None:
-    assert [tiles_for(rows).rows for rows in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+    assert [tiles_for(rows, 0).rows for rows in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
