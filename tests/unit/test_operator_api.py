@@ -120,5 +120,8 @@ def test_scaling_behavior_has_the_defaults_of_a_large_model() -> None:
         ("Percent", 100, None),
         ("Pods", 2, None),
     ]
-    assert [(p.type, p.value, p.period_seconds) for p in behavior.scale_down.policies] == [("Pods", 1, 60)]
+    assert [(p.type, p.value, p.period_seconds) for p in behavior.scale_down.policies] == [
+        ("Percent", 50, 60),
+        ("Pods", 1, 60),
+    ]
     assert behavior.scale_down.stabilization_window_seconds == 300

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate_engine.settings import BatchSettings
+from tidegate_operator.lengths import Lengths, Remembered
 from tidegate_operator.memory import (
     MAX_HISTORY,
     MAX_SCALES,
@@ -38,6 +39,7 @@ FULL = Memory(
     missing_since=99.0,
     correction=0.8,
     corrected_at=98.0,
+    lengths=Remembered(97.0, Lengths({(64, 16): 0.75, (4096, 256): 0.25}, 0.4, 0.6, 300.0)),
 )
 
 
@@ -54,6 +56,7 @@ def test_unreadable_memory_is_no_memory() -> None:
     assert load_memory({"version": 1, "trial": {"at": 1}}) == Memory()
     assert load_memory({"version": 1, "forecast": {"today": [1]}}) == Memory()
     assert load_memory({"version": 1, "generation": float("inf")}) == Memory()
+    assert load_memory({"version": 1, "lengths": {"at": 1, "cells": [[64, 16]]}}) == Memory()
 
 
 BUCKETS = buckets_for((300, 0), sync_seconds=15)

@@ -234,7 +234,7 @@ def test_after_an_outage_nothing_is_taken_away_before_the_window_is_full_again()
     spec = spec_of()
     quiet = seen(demand_of(0.01), ready=5)
     memory = filled_memory(spec, quiet)
-    assert decide(spec, quiet, memory).replicas == 4
+    assert decide(spec, quiet, memory).replicas == 2
     blind = decide(spec, replace(seen(None, ready=5), now=NOW), memory)
     after = decide(spec, replace(quiet, now=NOW + 15), blind.memory)
     assert (after.replicas, after.reason) == (5, "StabilizationWindow")
@@ -245,7 +245,7 @@ def test_pods_that_are_not_seen_count_as_full_on_the_way_down() -> None:
     all_seen = seen(at_capacity(spec, 1.5), ready=4)
     assert all_seen.demand is not None
     half_seen = replace(all_seen, demand=replace(all_seen.demand, pods_covered=2))
-    assert decide(spec, all_seen, filled_memory(spec, all_seen)).replicas == 3
+    assert decide(spec, all_seen, filled_memory(spec, all_seen)).replicas == 2
     assert decide(spec, half_seen, filled_memory(spec, half_seen)).replicas == 4
 
 
@@ -308,9 +308,9 @@ def test_what_runs_must_find_room_in_the_replicas_that_stay() -> None:
     assert (decision.wanted_replicas, decision.replicas) == (3, 3)
 
 
-def test_no_traffic_at_all_goes_down_to_the_minimum_step_by_step() -> None:
+def test_no_traffic_at_all_goes_down_to_the_minimum_by_halves() -> None:
     spec = spec_of(autoscaling={"minReplicas": 2})
-    idle = seen(demand_of(0), ready=5)
+    idle = seen(demand_of(0), ready=8)
     decision = decide(spec, idle, filled_memory(spec, idle))
     assert (decision.replicas, decision.wanted_replicas) == (4, 1)
 
@@ -564,7 +564,7 @@ def test_after_a_while_all_but_one_pod_without_a_node_are_withdrawn() -> None:
 def test_a_pod_that_cannot_start_does_not_block_the_way_down(phase: ReplicaPhase) -> None:
     spec = spec_of()
     observation = stuck(1, age=400, phase=phase, load=demand_of(0.01))
-    assert decide(spec, observation, filled_memory(spec, observation)).replicas == 2
+    assert decide(spec, observation, filled_memory(spec, observation)).replicas == 1
 
 
 @pytest.mark.parametrize("phase", [ReplicaPhase.CRASH_LOOPING, ReplicaPhase.PULL_FAILED])

@@ -608,10 +608,13 @@ class ScaleDown(Part):
         description="Which policy counts. Max: the one that allows most. Min: least. Disabled: never scale down.",
     )
     policies: tuple[ScalingPolicy, ...] = Field(
-        default=(ScalingPolicy(type=PolicyType.PODS, value=1, period_seconds=60),),
+        default=(
+            ScalingPolicy(type=PolicyType.PERCENT, value=50, period_seconds=60),
+            ScalingPolicy(type=PolicyType.PODS, value=1, period_seconds=60),
+        ),
         min_length=1,
         max_length=8,
-        description=f"{_POLICIES} Default: 1 pod in 60 seconds.",
+        description=f"{_POLICIES} Default: 50 percent or 1 pod in 60 seconds.",
         json_schema_extra={**ATOMIC, "default": None},
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tidegate_engine.settings import SETTING_NAMES, BatchSettings
 from tidegate_operator.forecast import Forecast, dump_forecast, load_forecast
+from tidegate_operator.lengths import Remembered, dump_lengths, load_lengths
 from tidegate_operator.zero import ZeroState, dump_zero, load_zero
 
 VERSION = 1
@@ -75,6 +76,7 @@ class Memory:
     corrected_at: float | None = None
     corrected_for: tuple[float, ...] = ()
     """The mix under which the correction was found; it holds for no other."""
+    lengths: Remembered | None = None
     forecast: Forecast = field(default_factory=Forecast)
     zero: ZeroState = field(default_factory=ZeroState)
 
@@ -106,6 +108,7 @@ def load_memory(data: Mapping[str, object]) -> Memory:
             correction=_number(data.get("correction")) or 1.0,
             corrected_at=_number(data.get("correctedAt")),
             corrected_for=tuple(float(item) for item in _list(data.get("correctedFor"))),
+            lengths=load_lengths(data.get("lengths")),
             forecast=load_forecast(data.get("forecast")),
             zero=load_zero(data.get("zero")),
         )
@@ -142,6 +145,7 @@ def dump_memory(memory: Memory) -> dict[str, object]:
         "correction": None if memory.correction == 1 else memory.correction,
         "correctedAt": _stamp(memory.corrected_at),
         "correctedFor": list(memory.corrected_for) or None,
+        "lengths": dump_lengths(memory.lengths),
         "forecast": dump_forecast(memory.forecast) or None,
         "zero": dump_zero(memory.zero),
     }

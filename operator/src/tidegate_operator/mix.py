@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidegate_engine.settings import ISL_EDGES, OSL_EDGES, Pattern, pattern_of
+from tidegate_operator.lengths import Lengths
 from tidegate_operator.observation import Demand, PatternShare
 
 PRIOR_HAZARDS = (0.1, 0.25, 0.5, 0.9, 0.97, 0.99)
@@ -41,30 +42,45 @@ class Mix:
     """Share of the prompt tokens that the prefix cache spares."""
 
 
-def estimate_mix(demand: Demand, *, max_model_len: int | None = None) -> Mix:
-    """The mix of what arrives. Lengths inside the cells are placed so that the token rates seen come out."""
-    rates = joint_rates(demand)
-    total = sum(rates.values())
+def estimate_mix(demand: Demand, *, max_model_len: int | None = None, lengths: Lengths | None = None) -> Mix:
+    """The mix of what arrives. Lengths inside the cells are placed so that the token rates seen come out.
+
+    `lengths` instead of those that the window itself tells, where more than the window is known.
+    """
+    limit = float(max_model_len) if max_model_len else math.inf
+    total = sum(rate for rate in demand.arrivals_per_second.values() if rate > 0)
     prompt, cached = demand.prompt_tokens_per_second, demand.cached_prompt_tokens_per_second
     cached_ratio = min(LARGEST_CACHED_RATIO, max(0.0, cached / prompt)) if prompt and cached else 0.0
     if total <= 0:
         return Mix(0.0, (), cached_ratio)
-    by_isl = _marginal(rates, axis=0)
-    isl_place = _place(by_isl, ISL_EDGES, tokens_per_second=prompt)
-    osl_place = _osl_place(demand)
-    limit = float(max_model_len) if max_model_len else math.inf
+    lengths = lengths or lengths_seen(demand, max_model_len=max_model_len)
     cells = tuple(
         Cell(
-            share=rate / total,
-            isl=min(_inside(isl, ISL_EDGES, isl_place), max(1.0, limit - 1)),
-            osl=min(_inside(osl, OSL_EDGES, osl_place), max(1.0, limit - isl)),
+            share=share,
+            isl=min(_inside(isl, ISL_EDGES, place=lengths.prompt_place, limit=limit), max(1.0, limit - 1)),
+            osl=min(_inside(osl, OSL_EDGES, place=lengths.answer_place), max(1.0, limit - isl)),
             isl_edge=isl,
             osl_edge=osl,
         )
-        for (isl, osl), rate in sorted(rates.items())
-        if rate > 0
+        for (isl, osl), share in sorted(lengths.shares.items())
+        if share > 0
     )
     return Mix(total, cells, cached_ratio)
+
+
+def lengths_seen(demand: Demand, *, max_model_len: int | None = None) -> Lengths:
+    """What the window alone tells of the lengths; as sure as many requests ended in it."""
+    rates = joint_rates(demand)
+    total = sum(rates.values())
+    place = _place(
+        _marginal(rates, axis=0),
+        ISL_EDGES,
+        tokens_per_second=demand.prompt_tokens_per_second,
+        limit=float(max_model_len) if max_model_len else math.inf,
+    )
+    ended = sum(rate for rate in demand.finished_per_second.values() if rate > 0) * demand.window_seconds
+    shares = {cell: rate / total for cell, rate in rates.items() if rate > 0} if total > 0 else {}
+    return Lengths(shares, place, _osl_place(demand), ended)
 
 
 def joint_rates(demand: Demand) -> dict[tuple[int, int], float]:
@@ -117,26 +133,29 @@ def _marginal(rates: Mapping[tuple[int, int], float], *, axis: int) -> dict[int,
     return sums
 
 
-def _cell_ends(edge: int, edges: Sequence[int]) -> tuple[float, float]:
+def _cell_ends(edge: int, edges: Sequence[int], *, limit: float) -> tuple[float, float]:
     """Smallest and largest length of the cell."""
     index = edges.index(edge) if edge in edges else 0
     top = edges[index + 1] - 1 if index + 1 < len(edges) else edge * OPEN_CELL_FACTOR
-    return float(max(1, edge)), float(top)
+    low = float(max(1, edge))
+    return low, max(low, min(float(top), limit))
 
 
-def _inside(edge: int, edges: Sequence[int], place: float) -> float:
+def _inside(edge: int, edges: Sequence[int], *, place: float, limit: float = math.inf) -> float:
     """The length at `place` (0 = lower end, 1 = upper) of the cell on a log scale."""
-    low, high = _cell_ends(edge, edges)
+    low, high = _cell_ends(edge, edges, limit=limit)
     return float(low ** (1 - place) * high**place)
 
 
-def _place(rates: Mapping[int, float], edges: Sequence[int], *, tokens_per_second: float | None) -> float:
+def _place(
+    rates: Mapping[int, float], edges: Sequence[int], *, tokens_per_second: float | None, limit: float = math.inf
+) -> float:
     """Where in their cells the lengths lie, so that Σ rate × length equals the token rate; the middle when unknown."""
     if tokens_per_second is None or tokens_per_second <= 0:
         return 0.5
 
     def tokens(place: float) -> float:
-        return sum(rate * _inside(edge, edges, place) for edge, rate in rates.items())
+        return sum(rate * _inside(edge, edges, place=place, limit=limit) for edge, rate in rates.items())
 
     low, high = 0.0, 1.0
     for _ in range(12):

@@ -29,6 +29,7 @@ from tidegate_operator.goals import (
     targets_of,
     worst_ratio,
 )
+from tidegate_operator.lengths import follow
 from tidegate_operator.limits import limits_at
 from tidegate_operator.memory import (
     Memory,
@@ -43,7 +44,7 @@ from tidegate_operator.memory import (
     remember_want,
     wants_within,
 )
-from tidegate_operator.mix import Mix, estimate_mix, pattern_shares
+from tidegate_operator.mix import Mix, estimate_mix, lengths_seen, pattern_shares
 from tidegate_operator.observation import (
     STARTING_PHASES,
     WAITING_PHASES,
@@ -143,7 +144,7 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
     scene = None
     engine = observation.engine
     if fresh and observation.demand is not None:
-        mix = estimate_mix(observation.demand, max_model_len=engine.max_model_len if engine else None)
+        mix, memory = mix_of(observation.demand, memory, engine=engine, now=observation.now)
         if engine is not None and engine.step_model is not None:
             scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
     limits = limits_at(
@@ -165,6 +166,18 @@ def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
         replicas=observation.current_replicas,
         inputs=counts(spec, observation),
     )
+
+
+def mix_of(demand: Demand, memory: Memory, *, engine: EngineInfo | None, now: float) -> tuple[Mix, Memory]:
+    """What arrives, by this window and those before it; they are noted."""
+    limit = engine.max_model_len if engine else None
+    seen = lengths_seen(demand, max_model_len=limit)
+    if not seen.shares:
+        return estimate_mix(demand, max_model_len=limit), memory
+    window = demand.window_seconds
+    arrived = window * sum(rate for rate in demand.arrivals_per_second.values() if rate > 0)
+    lengths, kept = follow(memory.lengths, seen, now=now, arrived=arrived, window_seconds=window)
+    return estimate_mix(demand, max_model_len=limit, lengths=lengths), replace(memory, lengths=kept)
 
 
 def scene_of(spec: Spec, engine: EngineInfo, *, model: StepModel, mix: Mix) -> Scenario | None:
