@@ -20,7 +20,7 @@ from torch import Tensor
 from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.quantised import FP8_BLOCK, Fp8
 from tidegate_kernels.reference import QuantisedRows
-from tidegate_kernels.scaled_gemm import architecture_now, tile_of
+from tidegate_kernels.scaled_gemm import architecture_now, store_sums, tile_of
 
 
 def tiles_for(rows: int, architecture: int) -> Tiles:
@@ -68,10 +68,7 @@ def block_scaled_kernel(
         row_scales = tl.load(scales + rows * blocks + block, mask=is_row, other=0.0)
         scale = tl.load(weight_scales + column_tile * COLUMNS // BLOCK * blocks + block)
         total += tl.dot(a, b) * (row_scales * scale)[:, None]
-    if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    places = output + rows[:, None] * OUT + columns[None, :]
-    tl.store(places, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_sums(total, bias, output, rows, columns, is_row, is_column, OUT)
 
 
 def scaled_linear(

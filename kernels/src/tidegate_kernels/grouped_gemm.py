@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.reference import QuantisedRows
-from tidegate_kernels.scaled_gemm import architecture_now, sum_of_products
+from tidegate_kernels.scaled_gemm import architecture_now, store_sums, sum_of_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ def grouped_kernel(
             found = (
                 found * row_scales[:, None] * tl.load(weight_scales + weight_rows, mask=is_column, other=0.0)[None, :]
             )
-        places = output + rows[:, None] * OUT + columns[None, :]
-        tl.store(places, found.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        store_sums(found, None, output, rows, columns, is_row, is_column, OUT)
 
 
 def grouped_linear(

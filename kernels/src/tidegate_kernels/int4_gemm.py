@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tidegate_kernels.launches import Tiles, tiles_of
 from tidegate_kernels.quantised import Groups, pack_codes
-from tidegate_kernels.scaled_gemm import architecture_now, tile_of
+from tidegate_kernels.scaled_gemm import architecture_now, store_sums, tile_of
 
 RUN = 64
 """Columns that lie together."""
@@ -164,10 +164,7 @@ def int4_kernel(
             half_codes = packed >> 4 if half else packed & 15
             b = _values(half_codes, scales, zeros, minima, group * OUT + columns, is_column, ZERO, DTYPE)
             total = tl.dot(a.to(DTYPE), b, total)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    places = output + rows[:, None] * OUT + columns[None, :]
-    tl.store(places, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_sums(total, bias, output, rows, columns, is_row, is_column, OUT)
 
 
 def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None = None) -> Tensor:

@@ -76,6 +76,24 @@ def sum_of_products(
 
 
 @triton.jit
+def store_sums(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    is_row: tl.tensor,
+    is_column: tl.tensor,
+    OUT: tl.constexpr,
+) -> None:
+    """Write `sums` `[ROWS, COLUMNS]` in fp32, and the bias if there is one, to their places in `output`."""
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    places = output + rows[:, None] * OUT + columns[None, :]
+    tl.store(places, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
 def scaled_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
@@ -101,10 +119,7 @@ def scaled_kernel(
     row_scales = tl.load(scales + rows, mask=is_row, other=0.0)
     column_scales = tl.load(weight_scales + columns, mask=is_column, other=0.0)
     found = total.to(tl.float32) * row_scales[:, None] * column_scales[None, :]
-    if bias is not None:
-        found += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    places = output + rows[:, None] * OUT + columns[None, :]
-    tl.store(places, found.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    store_sums(found, bias, output, rows, columns, is_row, is_column, OUT)
 
 
 def scaled_linear(
