@@ -17,30 +17,14 @@ from tidegate_kernels.operations import Operations
 from tidegate_kernels.quantise import quantise_rows
 from tidegate_kernels.quantised import FP8_BLOCK, Fp8, Groups, Int8
 from tidegate_kernels.reference import Code
-from tidegate_kernels.weight import Weight
+from tidegate_kernels.weight import Weight, Wrapped
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledProduct(Weight):
+class ScaledProduct(Wrapped):
     """FP8 or INT8 codes, which lie as the kernels read them; activations are brought to the same."""
 
     source: Fp8 | Int8
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.source.shape
-
-    @property
-    def size_bytes(self) -> int:
-        return self.source.size_bytes
-
-    @property
-    def precision(self) -> str:
-        return self.source.precision
-
-    @property
-    def held(self) -> Weight:
-        return self.source
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.source, Fp8) and self.source.in_blocks:
@@ -48,12 +32,6 @@ class ScaledProduct(Weight):
             return block_scaled_gemm.scaled_linear(rows, self.source, bias, dtype=x.dtype)
         rows = quantise_rows(x, Code(self.source.codes.dtype))
         return scaled_gemm.scaled_linear(rows, self.source, bias, dtype=x.dtype)
-
-    def select(self, rows: Tensor) -> Weight:
-        return self.source.select(rows)
-
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.source.dequantised(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidegate_kernels.quantised import Blocks, Groups
-from tidegate_kernels.weight import Dense, Stacked, Weight, finish, multiplies_halves
+from tidegate_kernels.weight import Dense, Stacked, Weight, Wrapped, finish, multiplies_halves
 
 SOURCE = Path(__file__).with_name("native.c")
 KINDS = {
@@ -148,29 +148,12 @@ def _openmp() -> tuple[int | None, int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Native(Weight):
-    """A weight that native.c multiplies where it lies; everything else is asked of the weight itself."""
+class Native(Wrapped):
+    """A weight that native.c multiplies where it lies."""
 
-    source: Weight
     projection: Projection
     kept: tuple[Tensor, ...] = field(repr=False)
     """What the projection points to: the source's own tensors as far as native.c takes them as they are."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.source.shape
-
-    @property
-    def size_bytes(self) -> int:
-        return self.source.size_bytes
-
-    @property
-    def precision(self) -> str:
-        return self.source.precision
-
-    @property
-    def held(self) -> Weight:
-        return self.source
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.source, Dense) and self.source.values.dtype == x.dtype and _is_torchs(x):
@@ -190,12 +173,6 @@ class Native(Weight):
             end = min(rows, first + step)
             torch.mm(values, self.rows(first, end).T, out=product[:, first:end])
         return finish(product, bias, x.dtype)
-
-    def select(self, rows: Tensor) -> Weight:
-        return self.source.select(rows)
-
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.source.dequantised(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
         values = torch.empty(end - first, self.shape[1])

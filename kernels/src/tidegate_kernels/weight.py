@@ -78,6 +78,35 @@ class Weight(ABC):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Wrapped(Weight):
+    """A weight that is multiplied in another way than its own; everything else is asked of itself."""
+
+    source: Weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape
+
+    @property
+    def size_bytes(self) -> int:
+        return self.source.size_bytes
+
+    @property
+    def precision(self) -> str:
+        return self.source.precision
+
+    @property
+    def held(self) -> Weight:
+        return self.source
+
+    def select(self, rows: Tensor) -> Weight:
+        return self.source.select(rows)
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.source.dequantised(dtype)
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in the type of `x`."""
     return weight.multiply(x, bias)
