@@ -66,6 +66,17 @@ class Scenario:
         return self.name == self.training
 
 
+def with_starts_of(scenario: Scenario, seconds: int) -> Scenario:
+    """The same where a pod takes so long to start, for the policies that this tells apart."""
+    return replace(
+        scenario,
+        name=f"{scenario.name}-{seconds}",
+        about=f"{scenario.name} with starts of {seconds} s",
+        start_seconds=float(seconds),
+        policies=START_POLICIES,
+    )
+
+
 def fits(arrival: Arrival) -> bool:
     return arrival.isl + arrival.osl <= LONGEST_TOKENS
 
@@ -216,8 +227,22 @@ def _training() -> list[Scenario]:
 
 def _steady_and_traced() -> list[Scenario]:
     chat = synthetic.only(synthetic.CHAT)
-    azure = traced(AZURE_2024, start_hours=60.3)
-    servegen = traced(SERVEGEN, start_hours=45.9)
+    azure = Scenario(
+        "S2",
+        "Azure 2024, the rise of day 3",
+        traced(AZURE_2024, start_hours=60.3),
+        "train-azure",
+        needs=AZURE_2024,
+        initial_replicas=8,
+    )
+    servegen = Scenario(
+        "S3",
+        "ServeGen m-large, end of day 2",
+        traced(SERVEGEN, start_hours=45.9),
+        "train-servegen",
+        needs=SERVEGEN,
+        initial_replicas=6,
+    )
     return [
         Scenario(
             "S1-poisson",
@@ -233,30 +258,10 @@ def _steady_and_traced() -> list[Scenario]:
             "train-chat",
             initial_replicas=10,
         ),
-        Scenario("S2", "Azure 2024, the rise of day 3", azure, "train-azure", needs=AZURE_2024, initial_replicas=8),
-        Scenario(
-            "S2-180",
-            "S2 with starts of 180 s",
-            azure,
-            "train-azure",
-            policies=START_POLICIES,
-            needs=AZURE_2024,
-            initial_replicas=8,
-            start_seconds=180.0,
-        ),
-        Scenario(
-            "S3", "ServeGen m-large, end of day 2", servegen, "train-servegen", needs=SERVEGEN, initial_replicas=6
-        ),
-        Scenario(
-            "S3-180",
-            "S3 with starts of 180 s",
-            servegen,
-            "train-servegen",
-            policies=START_POLICIES,
-            needs=SERVEGEN,
-            initial_replicas=6,
-            start_seconds=180.0,
-        ),
+        azure,
+        with_starts_of(azure, 180),
+        servegen,
+        with_starts_of(servegen, 180),
         Scenario(
             "S2-full",
             "Azure 2024, three days",
