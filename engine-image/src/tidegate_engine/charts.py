@@ -263,6 +263,10 @@ def tell(value: float | None, unit: str = "") -> str:
     return f"{value:.{digits}f}{unit}"
 
 
+def tell_milliseconds(seconds: float | None) -> str:
+    return tell(None if seconds is None else 1000 * seconds, "" if seconds is None else " ms")
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells of `rows` are HTML already."""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)

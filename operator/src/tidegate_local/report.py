@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from html import escape
 
-from tidegate_engine.charts import SLOTS, Chart, Line, Span, clock, has_data, page, svg, table, tell
+from tidegate_engine.charts import SLOTS, Chart, Line, Span, clock, has_data, page, svg, table, tell, tell_milliseconds
 from tidegate_local import verdict
 from tidegate_local.load import summarise
 from tidegate_local.recording import Recording, Sample
@@ -183,7 +183,7 @@ def _changes(recording: Recording) -> str:
                 escape(change.message),
                 f"{tell(before.ttft_p50_seconds, ' s')} → <b>{tell(after.ttft_p50_seconds, ' s')}</b>",
                 f"{tell(before.ttft_p95_seconds, ' s')} → <b>{tell(after.ttft_p95_seconds, ' s')}</b>",
-                f"{_milliseconds(before.itl_p95_seconds)} → <b>{_milliseconds(after.itl_p95_seconds)}</b>",
+                f"{tell_milliseconds(before.itl_p95_seconds)} → <b>{tell_milliseconds(after.itl_p95_seconds)}</b>",
                 f"{before.requests}, {after.requests}",
                 ", ".join(escape(pod.name) for pod in change.pods_kept) or "not seen",
             )
@@ -202,10 +202,6 @@ def _changes(recording: Recording) -> str:
         ),
         rows,
     )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return tell(None if seconds is None else 1000 * seconds, "" if seconds is None else " ms")
 
 
 def _span_start(recording: Recording) -> float:
@@ -250,7 +246,7 @@ def _phases(recording: Recording) -> str:
                 str(summary.failed),
                 str(summary.output_tokens),
                 f"{tell(summary.ttft_p50_seconds)} / {tell(summary.ttft_p95_seconds)} s",
-                _milliseconds(summary.itl_p95_seconds),
+                tell_milliseconds(summary.itl_p95_seconds),
                 tell(summary.e2e_p95_seconds, " s"),
             )
         )

@@ -6,7 +6,7 @@ Pure: results in, strings out. Called by the command.
 from collections.abc import Callable, Sequence
 from html import escape
 
-from tidegate_engine.charts import SLOTS, Chart, Line, Span, clock, has_data, page, svg, table, tell
+from tidegate_engine.charts import SLOTS, Chart, Line, Span, clock, has_data, page, svg, table, tell, tell_milliseconds
 from tidegate_operator.observation import STARTING_PHASES, ReplicaPhase
 from tidegate_sim.results import Change, Point, Result, Service
 
@@ -41,7 +41,7 @@ def _cells(result: Result | None, service: Service) -> tuple[str, ...]:
         *whole,
         tell(service.ttft.p95, " s"),
         tell(service.ttft.p99, " s"),
-        _milliseconds(service.itl.p95),
+        tell_milliseconds(service.itl.p95),
         "" if result is None else str(len(result.retunings)),
     )
 
@@ -72,7 +72,7 @@ def _row(result: Result) -> tuple[str, ...]:
         str(result.reversals),
         str(len(result.retunings)),
         f"{tell(service.ttft.p50)} / {tell(service.ttft.p95)} / {tell(service.ttft.p99)} s",
-        " / ".join(_milliseconds(each) for each in (service.itl.p50, service.itl.p95, service.itl.p99)),
+        " / ".join(tell_milliseconds(each) for each in (service.itl.p50, service.itl.p95, service.itl.p99)),
         tell(service.queue.p95, " s"),
         str(result.preemptions),
     )
@@ -179,7 +179,7 @@ def _patterns(result: Result) -> str:
                 str(service.arrived),
                 _percent(service.attainment),
                 f"{tell(service.ttft.p50)} / {tell(service.ttft.p95)} / {tell(service.ttft.p99)} s",
-                " / ".join(_milliseconds(each) for each in (service.itl.p50, service.itl.p95, service.itl.p99)),
+                " / ".join(tell_milliseconds(each) for each in (service.itl.p50, service.itl.p95, service.itl.p99)),
                 tell(service.queue.p95, " s"),
             )
             for name, service in result.patterns.items()
@@ -204,10 +204,6 @@ def _decision(change: Change) -> tuple[str, ...]:
 
 def _percent(share: float | None) -> str:
     return "none" if share is None else f"{100 * share:.2f} %"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return tell(None if seconds is None else 1000 * seconds, "" if seconds is None else " ms")
 
 
 def _cost(result: Result) -> str:
