@@ -11,7 +11,6 @@ from enum import StrEnum
 from tidegate_engine.context import ContextPolicy
 from tidegate_engine.openai import MAX_ANSWERS
 from tidegate_engine.settings import (
-    DEFAULT_WATERMARK,
     MAX_QUEUE_TIMEOUT_SECONDS,
     MAX_WATERMARK,
     MIN_KV_ADMISSION,
@@ -32,8 +31,8 @@ class SchedulingPolicy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LivePolicy:
-    """None = no limit. Names are vLLM's where it has the thing."""
+class LivePolicy(AdmissionPolicy):
+    """The scheduler's part and the rest. None = no limit. Names are vLLM's where it has the thing."""
 
     context_policy: ContextPolicy = ContextPolicy.REJECT
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -41,23 +40,9 @@ class LivePolicy:
     """More waiting requests get 429."""
     max_num_queued_tokens: int | None = None
     """While prompts of so many tokens wait, new requests get 429."""
-    queue_timeout_s: float | None = None
-    """A request that has not begun after so long ends with 503."""
     default_max_tokens: int | None = None
     """Of a chat's answer whose length the call does not name; None = what the context holds."""
     max_n: int = MAX_ANSWERS
-    max_num_partial_prefills: int | None = None
-    """Prompts that may be computed in parts at a time."""
-    max_prefill_tokens_per_step: int | None = None
-    """Tokens of all prompts together in a step; decodes do not count."""
-    kv_admission_limit: float = 1.0
-    """Share of the KV blocks that admission may fill; running requests may grow beyond it."""
-    watermark: float = DEFAULT_WATERMARK
-    """Share of the KV blocks that admission leaves free."""
-    reserve_ratio: float | None = None
-    """Share of the output that is likely to come for which admission keeps blocks back; None = it adapts itself."""
-    enable_prefix_caching: bool = True
-    """Whether requests share the blocks of equal beginnings."""
     stream_interval: int = 1
     """Tokens of a chunk in a stream; the first one always goes at once."""
 
