@@ -26,6 +26,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import StepModel, StepShape
 from tidegate_operator.capacity import Kind, Scenario, Targets, load_at
@@ -109,37 +111,22 @@ def fit(
     points: Sequence[Point], columns: Callable[[Point], Sequence[float]], *, towards_one: float = 0.0
 ) -> list[float]:
     """Non-negative coefficients with the least squares of the relative errors, drawn towards one by that weight."""
-    rows = [[value / point.tpot_seconds for value in columns(point)] for point in points]
-    left = list(range(len(rows[0])))
+    rows = np.array([[value / point.tpot_seconds for value in columns(point)] for point in points])
+    left = list(range(rows.shape[1]))
     result = [0.0] * len(left)
     while left:
-        gram = [[sum(row[i] * row[j] for row in rows) + towards_one * (i == j) for j in left] for i in left]
-        solution = _solve(gram, [sum(row[i] for row in rows) + towards_one for i in left])
-        lowest = min(range(len(left)), key=solution.__getitem__)
+        gram = rows[:, left].T @ rows[:, left] + towards_one * np.eye(len(left))
+        scale = np.sqrt(gram.diagonal())
+        scale[scale == 0] = 1.0
+        even = gram / np.outer(scale, scale) + 1e-9 * np.eye(len(left))
+        solution = np.linalg.solve(even, (rows[:, left].sum(axis=0) + towards_one) / scale) / scale
+        lowest = int(solution.argmin())
         if solution[lowest] >= 0:
             for index, value in zip(left, solution, strict=True):
-                result[index] = value
+                result[index] = float(value)
             return result
         del left[lowest]
     return result
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    size = len(right)
-    scale = [matrix[i][i] ** 0.5 or 1.0 for i in range(size)]
-    rows = [
-        [matrix[i][j] / scale[i] / scale[j] + (1e-9 if i == j else 0.0) for j in range(size)] + [right[i] / scale[i]]
-        for i in range(size)
-    ]
-    for step in range(size):
-        for row in range(step + 1, size):
-            factor = rows[row][step] / rows[step][step]
-            rows[row] = [value - factor * above for value, above in zip(rows[row], rows[step], strict=True)]
-    solution = [0.0] * size
-    for step in reversed(range(size)):
-        known = sum(rows[step][column] * solution[column] for column in range(step + 1, size))
-        solution[step] = (rows[step][size] - known) / rows[step][step]
-    return [value / part for value, part in zip(solution, scale, strict=True)]
 
 
 def scene_of(point: Point, step: StepModel) -> Scenario:
