@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -223,6 +224,21 @@ def admin_headers(admin_key: Ed25519PrivateKey) -> Callable[[], dict[str, str]]:
         return {"authorization": f"Bearer {token}"}
 
     return make
+
+
+@pytest.fixture
+async def admin(engine: Process, admin_headers: Callable[[], dict[str, str]]) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the admin port of the test's own `engine`, with a token."""
+    base = f"http://127.0.0.1:{engine.admin_port}"
+    async with httpx.AsyncClient(base_url=base, timeout=30, headers=admin_headers()) as client:
+        yield client
+
+
+@pytest.fixture
+async def api(engine: Process) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the API port of the test's own `engine`."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=60) as client:
+        yield client
 
 
 def jwk_of(key: Ed25519PrivateKey, key_id: str = KEY_ID) -> dict[str, str]:

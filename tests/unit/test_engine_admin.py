@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,6 @@ class BlockingRunner(ModelledRunner):
 @pytest.fixture
 async def engine(start_engine: StartEngine, admin_keys_file: Path) -> Process:
     return await start_engine(admin_keys=admin_keys_file)
-
-
-@pytest.fixture
-async def admin(engine: Process, admin_headers: MakeHeaders) -> AsyncIterator[httpx.AsyncClient]:
-    async with admin_of(engine) as client:
-        client.headers.update(admin_headers())
-        yield client
 
 
 async def test_probes_and_metrics_are_open_and_everything_else_is_denied(engine: Process) -> None:

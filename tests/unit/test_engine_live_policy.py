@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,19 +212,6 @@ def test_only_those_that_never_began_are_overdue() -> None:
 async def engine(start_engine: StartEngine, admin_keys_file: Path, fast_profile: Profile) -> Process:
     slow = replace(fast_profile, step=replace(fast_profile.step, base_seconds=0.01))
     return await start_engine(admin_keys=admin_keys_file, profile=slow)
-
-
-@pytest.fixture
-async def admin(engine: Process, admin_headers: Callable[[], dict[str, str]]) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.admin_port}", timeout=30) as client:
-        client.headers.update(admin_headers())
-        yield client
-
-
-@pytest.fixture
-async def api(engine: Process) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=30) as client:
-        yield client
 
 
 async def test_changes_have_versions_and_a_dry_run_changes_nothing(admin: httpx.AsyncClient) -> None:

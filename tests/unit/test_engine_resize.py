@@ -1,7 +1,7 @@
 """The KV cache gets another size while the engine serves: nobody is lost, no token differs, and the books balance."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,6 @@ def runner(fast_profile: Profile) -> Resizable:
 @pytest.fixture
 async def engine(start_engine: StartEngine, runner: Resizable, admin_keys_file: Path) -> Process:
     return await start_engine(runner=runner, admin_keys=admin_keys_file)
-
-
-@pytest.fixture
-async def admin(engine: Process, admin_headers: Callable[[], dict[str, str]]) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.admin_port}", timeout=30) as client:
-        client.headers.update(admin_headers())
-        yield client
-
-
-@pytest.fixture
-async def api(engine: Process) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{engine.api_port}", timeout=60) as client:
-        yield client
 
 
 async def until(condition: Callable[[], bool]) -> None:

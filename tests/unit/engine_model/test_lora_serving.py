@@ -62,13 +62,6 @@ async def engine(
 
 
 @pytest.fixture
-async def admin(engine: Process, admin_headers: MakeHeaders) -> AsyncIterator[httpx.AsyncClient]:
-    base = f"http://127.0.0.1:{engine.admin_port}"
-    async with httpx.AsyncClient(base_url=base, timeout=30, headers=admin_headers()) as client:
-        yield client
-
-
-@pytest.fixture
 async def client(engine: Process) -> AsyncIterator[openai.AsyncOpenAI]:
     base = f"http://127.0.0.1:{engine.api_port}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
