@@ -1,4 +1,4 @@
-"""Which tests may run beside each other, and which `make prove` need not run again.
+"""Which tests may run beside each other, which `make prove` need not run again, and what chance is in all of them.
 
 There are two workers, and most of what needs a cluster waits. A file's tests share fixtures, so they stay on one
 worker; those of a layer with a cluster share that, too.
@@ -6,6 +6,8 @@ worker; those of a layer with a cluster share that, too.
 
 import hashlib
 import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ class LayerScheduling(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LayerScheduling:
     return LayerScheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def the_same_chance_each_time() -> None:
+    """What a test draws without a generator of its own is the same in every run, whatever ran before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 PROVED = "tidegate/proved"
