@@ -208,8 +208,9 @@ def _oracle(scenario: Scenario, setup: Setup, *, seed: int) -> dict[str, Any]:
 def _digest(job: Job, scenario: Scenario, place: Place) -> str:
     own = job.policy in contenders() and contenders()[job.policy].own
     needed = {path for path in (scenario.needs, all_scenarios()[scenario.training].needs) if path}
+    packages = ("tidegate_sim", "tidegate_engine")
     parts = [
-        _code(("tidegate_sim", "tidegate_engine", "tidegate_operator") if own else ("tidegate_sim", "tidegate_engine")),
+        _code((*packages, "tidegate_operator"), EXPERIMENTS) if own else _code(packages, (*EXPERIMENTS, *OWN)),
         repr(asdict(job)),
         repr([(path, _trace(place.data / path if place.data else None)) for path in sorted(needed)]),
         repr((ATTAINMENT, ORACLE_TRIES, ORACLE_MARGINS) if job.policy == ORACLE else ()),
@@ -219,6 +220,10 @@ def _digest(job: Job, scenario: Scenario, place: Place) -> str:
 
 REPORTING = ("evaluation.py", "evaluation_report.py", "report.py", "command.py", "charts.py")
 """What shows results and makes none. `evaluation` itself makes jobs, which are in the digest by their fields."""
+EXPERIMENTS = ("kinds_controller.py", "kinds_experiment.py", "shares_controller.py", "shares_experiment.py")
+"""What the matrix's own runs do not use."""
+OWN = ("operator_controller.py",)
+"""What only Tidegate's own runs use, among what all others depend on."""
 ENGINE_PARTS = (
     "blocks.py",
     "host_pool.py",
@@ -231,14 +236,15 @@ ENGINE_PARTS = (
 
 
 @lru_cache(maxsize=4)
-def _code(packages: tuple[str, ...]) -> str:
+def _code(packages: tuple[str, ...], left_out: tuple[str, ...] = ()) -> str:
+    """A hash of the packages' files, but for those that only report or are left out."""
     digest = hashlib.sha256()
     for package in packages:
         root = Path(str(resources.files(package)))
         for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
             if package == "tidegate_engine" and path.suffix == ".py" and path.name not in ENGINE_PARTS:
                 continue
-            if path.name not in REPORTING:
+            if path.name not in (*REPORTING, *left_out):
                 digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
