@@ -173,7 +173,7 @@ SETTINGS_POLICIES = ("tidegate", "static-settings", "chiron")
 
 FIRST_SETTINGS = {
     "train-chat": BatchSettings(24, 512, 256),
-    "train-azure": BatchSettings(11, 2880, 2048),
+    "train-azure": BatchSettings(12, 4096, 256),
     "train-servegen": BatchSettings(32, 512, 256),
     "train-mixed": BatchSettings(16, 2048, 2048),
     "train-settings": BatchSettings(32, 512, 256),
