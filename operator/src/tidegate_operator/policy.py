@@ -130,23 +130,31 @@ def decide(
     With `zero` the last replica goes after a time without requests, and comes back for those that the gateway holds.
     """
     context = replace(begin(spec, observation, load_memory(memory)), zero=zero)
-    for rule in RULES:
+    return conclude(follow_rules(context, RULES))
+
+
+def follow_rules(context: Context, rules: Sequence[Rule]) -> Context:
+    """One after the other; once one was final, only those that always hold."""
+    for rule in rules:
         if not context.final or rule in ALWAYS:
             context = rule(context)
-    return conclude(context)
+    return context
 
 
-def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
-    """Read the data, choose the settings, and work out the capacity under them."""
+def begin(spec: Spec, observation: Observation, memory: Memory, *, mix: Mix | None = None) -> Context:
+    """Read the data, choose the settings, and work out the capacity under them.
+
+    `mix` is given where these pods see only a part of what arrives.
+    """
     memory = forget_unlanded_scale(memory, current=observation.current_replicas)
     fresh = has_fresh_data(observation)
-    mix = Mix(0.0, ())
-    scene = None
     engine = observation.engine
-    if fresh and observation.demand is not None:
-        mix, memory = mix_of(observation.demand, memory, engine=engine, now=observation.now)
-        if engine is not None and engine.step_model is not None:
-            scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
+    if mix is None:
+        mix = Mix(0.0, ())
+        if fresh and observation.demand is not None:
+            mix, memory = mix_of(observation.demand, memory, engine=engine, now=observation.now)
+    model = engine.step_model if engine is not None else None
+    scene = scene_of(spec, engine, model=model, mix=mix) if engine is not None and model is not None else None
     limits = limits_at(
         spec,
         observation.now,
@@ -741,17 +749,21 @@ def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
     return context if direction == asked else replace(context, reason=rule)
 
 
-RULES: tuple[Rule, ...] = (
+FIRST: tuple[Rule, ...] = (
     let_others_decide,
     stand_still_when_paused,
     sleep_and_wake,
     start_with_minimum,
+)
+NEEDS: tuple[Rule, ...] = (
     hold_without_metrics,
     correct_by_measurement,
     look_ahead,
     need_by_model,
     need_when_idle,
     need_by_reaction,
+)
+MOVES: tuple[Rule, ...] = (
     move_to_wanted,
     stabilise,
     wait_for_verification,
@@ -762,6 +774,7 @@ RULES: tuple[Rule, ...] = (
     keep_bounds,
     only_observe,
 )
+RULES: tuple[Rule, ...] = (*FIRST, *NEEDS, *MOVES)
 ALWAYS: tuple[Rule, ...] = (note_what_is_held, keep_bounds, only_observe)
 
 

@@ -199,16 +199,23 @@ def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
 
 def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> bool:
     """Whether the data is good enough to look for other settings: every pod seen, all on one generation."""
-    arrivals = sum(demand.arrivals_per_second.values())
     ready = observation.count(ReplicaPhase.READY)
     return (
         ready > 0
         and demand.pods_covered >= ready
-        and arrivals * demand.window_seconds >= MIN_REQUESTS
-        and round(sum(demand.finished_per_second.values()) * demand.window_seconds) >= MIN_ANSWERS
+        and not is_thin(demand)
         and _applied_everywhere(observation, tuning.generation)
         and not (tuning.memory.cooldown_until is not None and observation.now < tuning.memory.cooldown_until)
     )
+
+
+def is_thin(demand: Demand) -> bool:
+    """Whether too few requests came and ended to tell anything by."""
+    arrived, ended = (
+        sum(rates.values()) * demand.window_seconds
+        for rates in (demand.arrivals_per_second, demand.finished_per_second)
+    )
+    return arrived < MIN_REQUESTS or round(ended) < MIN_ANSWERS
 
 
 def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: Demand, scene: Scenario) -> Tuning:
@@ -254,6 +261,23 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     )
     verification = spec.batching.verification_seconds
     return replace(tuning, aim=plan.settings, plan=plan, verifying_until=now + verification if verification else None)
+
+
+def tune_unwatched(spec: Spec, tuning: Tuning, *, scene: Scenario) -> Tuning:
+    """Settings of a kind that serves nothing or next to it: the best for the mix at once, since nothing can be watched.
+
+    What its next pods carry would else be judged by settings for a mix that is long gone.
+    """
+    signature = signature_of(scene, spec.envelope())
+    if spec.batching.mode != BatchingMode.AUTO or is_near(
+        tuning.memory.settled, signature, tolerance=SETTLED_TOLERANCE
+    ):
+        return tuning
+    plan = best_settings(scene, spec.envelope(), present=tuning.settings)
+    if plan.settings != tuning.settings:
+        message = f"batch settings {describe(plan.settings)} for the next replica"
+        tuning = _change(tuning, plan.settings, reason="RetunedForMix", message=message)
+    return replace(tuning, memory=replace(tuning.memory, trial=None, settled=signature), verifying_until=None)
 
 
 def _continued(running: Trial | None, step: Trial) -> Trial:
