@@ -56,6 +56,12 @@ def workload(seed: int, *, seconds: float = len(DAY) * PHASE_SECONDS) -> Sequenc
     return list(synthetic.made_up(rate, day, duration_seconds=seconds, seed=seed))
 
 
+def phases(seconds: float) -> list[tuple[Kind, float, float]]:
+    """Each pattern, from when it is most of the traffic until when, in a day of so many seconds."""
+    turns = [max(0.0, turn * PHASE_SECONDS - DRIFT_SECONDS / 2) for turn in range(len(DAY))] + [seconds]
+    return list(zip(DAY, turns[:-1], turns[1:], strict=True))
+
+
 def profile_of(name: str) -> Profile:
     """One GPU that serves the model, by its data sheet."""
     gpu, shape, kinds = find_gpu(name), known_shape(MODEL), held(PRECISION)

@@ -21,6 +21,8 @@ from tidegate_sim.specification import FleetSpec, GatewaySpec, start_times
 GPUS = 14
 MINIMUM = 2
 SECONDS = 2700.0
+SHORTAGE = (900.0, 2100.0)
+"""While both want more than there is together."""
 START_SECONDS = 60.0
 
 
@@ -34,7 +36,7 @@ class Rival:
 
 
 RIVALS = (
-    Rival("assistant", synthetic.steps([(0.0, 0.8), (900.0, 2.5), (2100.0, 0.8)]), 2),
+    Rival("assistant", synthetic.steps([(0.0, 0.8), (SHORTAGE[0], 2.5), (SHORTAGE[1], 0.8)]), 2),
     Rival("archive", synthetic.steps([(0.0, 2.0), (300.0, 5.5), (2400.0, 2.0)]), 5),
 )
 
