@@ -7,9 +7,10 @@ each pod, and `combine` sums those. A missing series is unknown, never zero.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import lt
 
 from tidegate_engine.steptime import StepModel
 from tidegate_operator.observation import Demand, MetricsState
@@ -75,6 +76,23 @@ class PodSample:
 
     at: float
     values: Values
+    _fell: "tuple[PodSample, tuple[tuple[str, ...], ...]] | None" = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """The sample after it, and what is lower there: most of a window's pairs were compared for the window before."""
+
+    def fell_until(self, after: "PodSample") -> tuple[tuple[str, ...], ...]:
+        """Keys whose values are lower in `after`; one that is missing stands at 0."""
+        if self._fell is None or self._fell[0] is not after:
+            object.__setattr__(self, "_fell", (after, _lower(self.values, after.values)))
+        assert self._fell is not None
+        return self._fell[1]
+
+
+def _lower(before: Values, after: Values) -> tuple[tuple[str, ...], ...]:
+    if list(before) == list(after):
+        return tuple(compress(before, map(lt, after.values(), before.values())))
+    return tuple(key for key in before.keys() | after.keys() if after.get(key, 0.0) < before.get(key, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +162,19 @@ def window_of(pod: str, samples: Sequence[PodSample]) -> PodWindow | None:
         return None
     newest = samples[-1]
     recent = [sample for sample in samples if sample.at >= newest.at - WINDOW_SECONDS - 0.5]
-    seconds = newest.at - recent[0].at
-    values = {key: value for key, value in newest.values.items() if key[0] not in RATE_TERMS}
-    if len(recent) >= MIN_SCRAPES and seconds > 0:
-        for key in newest.values:
-            if key[0] in RATE_TERMS:
-                values[key] = _increase([sample.values.get(key, 0.0) for sample in recent]) / seconds
+    oldest = recent[0]
+    seconds = newest.at - oldest.at
+    if len(recent) < MIN_SCRAPES or seconds <= 0:
+        values = {key: value for key, value in newest.values.items() if key[0] not in RATE_TERMS}
+        return PodWindow(pod, newest.at, seconds, len(recent), values)
+    before = oldest.values
+    values = {
+        key: (value - before.get(key, 0.0)) / seconds if key[0] in RATE_TERMS else value
+        for key, value in newest.values.items()
+    }
+    for key in {key for sample, after in pairwise(recent) for key in sample.fell_until(after)}:
+        if key[0] in RATE_TERMS and key in values:
+            values[key] = _increase([sample.values.get(key, 0.0) for sample in recent]) / seconds
     return PodWindow(pod, newest.at, seconds, len(recent), values)
 
 
@@ -208,11 +233,13 @@ def combine(
 
 
 def _demand(covered: Sequence[PodWindow]) -> Demand:
-    totals: dict[str, dict[tuple[str, ...], float]] = {}
+    sums: dict[tuple[str, ...], float] = {}
     for window in covered:
-        for (name, *labels), value in window.values.items():
-            cells = totals.setdefault(name, {})
-            cells[tuple(labels)] = cells.get(tuple(labels), 0.0) + value
+        for key, value in window.values.items():
+            sums[key] = sums.get(key, 0.0) + value
+    totals: dict[str, dict[tuple[str, ...], float]] = {}
+    for key, value in sums.items():
+        totals.setdefault(key[0], {})[key[1:]] = value
 
     def total(name: str) -> float | None:
         return totals[name].get(()) if name in totals else None
