@@ -21,6 +21,7 @@ from tidegate_operator.demand import (
     combine,
     parse_exposition,
     quantile,
+    share_within,
     step_model_of,
     window_of,
 )
@@ -189,6 +190,24 @@ def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]) ->
     assert lower - 1e-9 <= found <= upper + 1e-9
 
 
+@given(st.lists(st.floats(0.0015, 150), min_size=1, max_size=60), st.floats(0.05, 0.99))
+def test_the_share_within_a_quantile_is_its_own(values: list[float], q: float) -> None:
+    bounds = (*TTFT_BUCKETS_SECONDS, math.inf)
+    buckets = {bound: float(sum(value <= bound for value in values)) for bound in bounds}
+    found = quantile(buckets, q)
+    assert found is not None
+    share = share_within(buckets, found)
+    assert share is not None
+    # A bound may have a longer run of empty buckets before it, and what is above the last bound is known as that only.
+    assert share == pytest.approx(q) or (found == max(TTFT_BUCKETS_SECONDS) and share <= q)
+
+
+def test_a_share_of_nothing_is_unknown() -> None:
+    assert share_within({}, 1.0) is None
+    assert share_within({1.0: 0.0, math.inf: 0.0}, 1.0) is None
+    assert share_within({1.0: 5.0, math.inf: 10.0}, 99.0) == 0.5, "what is above the last bound may be above the goal"
+
+
 def window(pod: str, *, at: float = 100.0, scrapes: int = MIN_SCRAPES, **levels: float) -> PodWindow:
     values: dict[tuple[str, ...], float] = {(name,): value for name, value in ({"running": 1.0} | levels).items()}
     values |= {("arrivals", "0"): 2.0, ("finished", "0", "16"): 1.0}
@@ -208,6 +227,7 @@ def test_pods_are_summed_and_the_oldest_of_the_newest_samples_dates_the_sum() ->
     assert demand.finished_per_second == {(0, 16): 2.0}
     assert (demand.running, demand.waiting, demand.pods_covered, demand.sampled_at) == (2.0, 5.0, 2, 90)
     assert demand.ttft_p95_seconds == pytest.approx(0.95)
+    assert demand.buckets == {"ttft": {1.0: 20.0, math.inf: 20.0}}
     assert demand.kv_used_ratio == pytest.approx(0.25)
     assert demand.itl_p95_seconds is None
     assert demand.prompt_tokens_per_second is None

@@ -204,6 +204,21 @@ def quantile(buckets: Mapping[float, float], q: float) -> float | None:
     return below_bound
 
 
+def share_within(buckets: Mapping[float, float], limit: float) -> float | None:
+    """The share of cumulative buckets at or below `limit`: the inverse of `quantile`; None without observations."""
+    total = buckets.get(math.inf, 0.0)
+    if total <= 0:
+        return None
+    below_bound, below_count = 0.0, 0.0
+    for bound in sorted(buckets):
+        count = max(buckets[bound], below_count)
+        if limit < bound:
+            part = 0.0 if bound == math.inf else (limit - below_bound) / (bound - below_bound)
+            return (below_count + part * (count - below_count)) / total
+        below_bound, below_count = bound, count
+    return 1.0
+
+
 def combine(
     measured: Measured, *, ready_pods: Iterable[str], now: float, stale_after_seconds: float
 ) -> tuple[Demand | None, MetricsState, str]:
@@ -247,8 +262,14 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
     def cells_of(name: str) -> dict[int, float]:
         return {int(label): value for (label,), value in totals.get(name, {}).items()}
 
+    buckets = {
+        name: {float(label): value for (label,), value in totals[name].items()}
+        for name in ("ttft", "itl", "queue")
+        if name in totals
+    }
+
     def p95(name: str) -> float | None:
-        return quantile({float(label): value for (label,), value in totals.get(name, {}).items()}, 0.95)
+        return quantile(buckets.get(name, {}), 0.95)
 
     finished: dict[tuple[str, str], dict[float, float]] = {}
     for name, figure in (("finished_ttft", "ttft"), ("finished_itl", "itl"), ("end_to_end", "endToEnd")):
@@ -277,6 +298,7 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
         preemptions_per_second=total("preemptions"),
         pods_covered=len(covered),
         finished_buckets=finished,
+        buckets=buckets,
     )
 
 

@@ -291,7 +291,10 @@ def _is_within(seconds: float, goal_seconds: float | None) -> bool:
 def _told_goals(spec: Spec) -> list[tuple[str, str]]:
     """The goals as facts of the report: those of all, and of each class with its own."""
     return [
-        (f"Goals of {name}" if name else "Goals", _told(targets, _goals(targets, spec)))
+        (
+            f"Goals of {name}" if name else "Goals",
+            f"{_told(targets, _goals(targets, spec))}, for {spec.objectives.attainment_percent} % of the requests",
+        )
         for name, targets in _targets(spec).items()
     ]
 
@@ -305,7 +308,7 @@ def _told(targets: Targets, goals: Goals) -> str:
     )
     least = f" (or {goals.unloaded_factor:g} x an idle replica's TTFT)" if goals.unloaded_factor else ""
     told = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in figures if seconds is not None)
-    return f"{told}{least}, for each request"
+    return told + least
 
 
 def _baseline(given: str, plant: Plant, arrivals: Sequence[Arrival]) -> Controller:
