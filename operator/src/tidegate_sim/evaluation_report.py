@@ -75,7 +75,7 @@ def method(matrix: Matrix) -> list[str]:
         "- **GPU-hours** run from the moment that a node takes a pod until it is gone.",
         "- **Tuned**: each policy's one knob is set on the training workload (another day, or other seeds) to the"
         " fewest GPU-hours that attain 99 %, or else to the most attainment. Every policy begins with the"
-        f" batch settings that Tidegate's planner chose for that workload ({settings}); those that can, change them.",
+        f" batch settings that were the best of a sweep on that workload ({settings}); those that can, change them.",
         "- **Over the bound**: GPU-hours over those of LB(v), the fewest that any fleet known beforehand would take for"
         " the same share of the work, with no queues and no chance. The **oracle** is the smallest schedule made"
         " beforehand with which the simulator attains 99 %: what lies between the two is the price of chance.",
