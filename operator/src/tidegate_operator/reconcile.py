@@ -44,7 +44,7 @@ from tidegate_operator.resources import (
     content_version,
     slim,
 )
-from tidegate_operator.shares import Claim, granted_gpus
+from tidegate_operator.shares import Claim, asked, granted_gpus
 from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
@@ -273,12 +273,12 @@ class Reconciler:
         at, shares = self._shares.get(gpu.resource_name, (0.0, {}))
         if name not in shares or not 0 <= now - at < SHARES_SECONDS:
             keys = self._store.addresses(LLM_DEPLOYMENTS)
-            claims = filter(None, (self._claim(key, gpu.resource_name) for key in keys))
+            claims = filter(None, (self._claim(key, gpu.resource_name, now) for key in keys))
             shares = granted_gpus(claims, gpus=budget, now=now)
             self._shares[gpu.resource_name] = now, shares
         return shares.get(name)
 
-    def _claim(self, key: Key, resource_name: str) -> Claim | None:
+    def _claim(self, key: Key, resource_name: str, now: float) -> Claim | None:
         """What an object claims of a kind of GPU; None when nothing."""
         seen = self._store.get(LLM_DEPLOYMENTS, key)
         if seen is None or "deletionTimestamp" in seen["metadata"]:
@@ -292,6 +292,7 @@ class Reconciler:
         deployment = self._store.get(DEPLOYMENTS, key)
         held = 0 if deployment is None else int(deployment["spec"].get("replicas", 0))
         wanted = seen["status"].get("autoscaling", {}).get("wantedReplicas")
+        wanted = asked(spec, wanted, status.memory_of(seen["status"]), now=now)
         return Claim(f"{key[0]}/{key[1]}", spec, held, wanted)
 
     def _own_deployment(self, target: Target) -> Manifest | None:

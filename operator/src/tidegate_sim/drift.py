@@ -31,13 +31,13 @@ INITIAL_REPLICAS: Mapping[str, int] = {"A40": 4, "L40S": 0}
 MOST_REPLICAS = 40
 GOALS = LOOSE
 START_SECONDS = 60.0
-REQUESTS_PER_SECOND = 3.0
-PHASE_SECONDS = 1800.0
-DRIFT_SECONDS = 600.0
+REQUESTS_PER_SECOND = 2.5
+PHASE_SECONDS = 1500.0
+DRIFT_SECONDS = 500.0
 """In which one pattern gives way to the next."""
 MORNING = Kind("short in, long out", Tail(300, 0.5, 1200), Tail(1000, 0.4, 3000))
 NOON = Kind("long in, short out", Tail(5000, 0.3, 9000), Tail(100, 0.5, 400))
-NIGHT = Kind("long in, long out", Tail(3000, 0.3, 6000), Tail(800, 0.4, 2400))
+NIGHT = Kind("long in, long out", Tail(2000, 0.3, 5000), Tail(1200, 0.4, 3600))
 DAY = (MORNING, NOON, NIGHT)
 BOTH = "both kinds"
 

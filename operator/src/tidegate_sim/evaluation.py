@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -29,6 +29,7 @@ from tidegate_sim.baselines.plant import Plant
 from tidegate_sim.baselines.schedule import Scheduled
 from tidegate_sim.baselines.table import clairvoyant_schedule
 from tidegate_sim.contenders import FIXED_CHOICES, Setup, contenders
+from tidegate_sim.experiments import EXPERIMENTS
 from tidegate_sim.matrix import Attempt, Figures, Matrix, Tuned, best_of
 from tidegate_sim.results import Result
 from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, Scenario, all_scenarios
@@ -99,21 +100,29 @@ def setup_of(scenario: Scenario, arrivals: Sequence[Arrival]) -> Setup:
 
 def run(job: Job, place: Place) -> Figures:
     """The figures of a simulation, from the cache when it was done before."""
+    if job.scenario in EXPERIMENTS:
+        key = code_digest(*EXPERIMENTS_CODE) + repr(asdict(job))
+        path = place.cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        return _kept(path, job, lambda: EXPERIMENTS[job.scenario].run(job.policy, job.seed))
     scenario = all_scenarios()[job.scenario]
     arrivals = _workload(job.scenario, place.data, job.seed)
     fleet, setup = fleet_of(scenario), setup_of(scenario, arrivals)
-    path = place.cache / f"{_digest(job, scenario, fleet, setup)}.json"
+
+    def simulated() -> Figures:
+        if job.policy == ORACLE:
+            return _oracle(scenario, fleet, setup, seed=job.seed)
+        controller = contenders()[job.policy].make(setup, job.knob)
+        return figures_of(simulate(arrivals, fleet, controller, seed=job.seed, goals=GOALS), scenario)
+
+    return _kept(place.cache / f"{_digest(job, scenario, fleet, setup)}.json", job, simulated)
+
+
+def _kept(path: Path, job: Job, simulated: Callable[[], Figures]) -> Figures:
     if path.exists():
         return dict(json.loads(path.read_text()))
     began = time.monotonic()
-    if job.policy == ORACLE:
-        figures = _oracle(scenario, fleet, setup, seed=job.seed)
-    else:
-        controller = contenders()[job.policy].make(setup, job.knob)
-        result = simulate(arrivals, fleet, controller, seed=job.seed, goals=GOALS)
-        figures = figures_of(result, scenario)
-    figures = {**figures, "job": asdict(job), "took_seconds": round(time.monotonic() - began, 2)}
-    place.cache.mkdir(parents=True, exist_ok=True)
+    figures = {**simulated(), "job": asdict(job), "took_seconds": round(time.monotonic() - began, 2)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(figures))
     partial.rename(path)
@@ -208,6 +217,7 @@ def _oracle(scenario: Scenario, fleet: FleetSpec, setup: Setup, *, seed: int) ->
 SIMULATING = ("tidegate_sim.simulation", "tidegate_sim.bounds", "tidegate_sim.baselines.table")
 OTHERS_CODE = SIMULATING, ("tidegate_sim", "tidegate_engine")
 OWN_CODE = (*SIMULATING, "tidegate_sim.contenders"), ("tidegate_sim", "tidegate_engine", "tidegate_operator")
+EXPERIMENTS_CODE = (*SIMULATING, "tidegate_sim.experiments"), OWN_CODE[1]
 """Modules, and the packages whose code counts: of the operator's, baselines use no more than the shape of a sample."""
 
 
@@ -293,8 +303,9 @@ def evaluate(
     seeds: int,
     oracle_seeds: int,
     processes: int,
+    experiments: Sequence[str] = (),
 ) -> Matrix:
-    """Tune, then run the matrix."""
+    """Tune, then run the matrix, and the experiments."""
     known = all_scenarios()
     runnable: list[Scenario] = []
     missing: list[Scenario] = []
@@ -317,8 +328,14 @@ def evaluate(
         if scenario.fixed_replicas is None and not scenario.full and not scenario.faults
         for seed in range(1, oracle_seeds + 1)
     }
-    print(f"{len(runnable)} scenarios", file=sys.stderr)
-    found = run_all([*jobs.values(), *oracle_jobs.values()], place, processes=processes)
+    experiment_jobs = {
+        (name, choice, seed): Job(name, choice, 0.0, seed)
+        for name in experiments
+        for choice in EXPERIMENTS[name].choices
+        for seed in range(1, seeds + 1)
+    }
+    print(f"{len(runnable)} scenarios, {len(experiments)} experiments", file=sys.stderr)
+    found = run_all([*jobs.values(), *oracle_jobs.values(), *experiment_jobs.values()], place, processes=processes)
     return Matrix(
         scenarios=tuple(runnable),
         contenders=contenders(),
@@ -336,6 +353,11 @@ def evaluate(
         settings={each.training: each.settings for each in runnable},
         seeds=seeds,
         missing=tuple(scenario.name for scenario in missing),
+        experiments={
+            (name, choice): tuple(found[experiment_jobs[name, choice, seed]] for seed in range(1, seeds + 1))
+            for name in experiments
+            for choice in EXPERIMENTS[name].choices
+        },
     )
 
 
@@ -359,7 +381,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="the Markdown file to write, with its plots beside it")
     parser.add_argument("--cache", type=Path, help="folder of kept results (default: ~/.cache/tidegate/evaluation)")
-    parser.add_argument("--scenarios", help="names or patterns, with commas between (default: all but full ones)")
+    parser.add_argument(
+        "--scenarios", help="and experiments, by names or patterns with commas between (default: all but full ones)"
+    )
     parser.add_argument("--policies", help="names, with commas between (default: all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each scenario (%(default)s)")
     parser.add_argument("--oracle-seeds", type=int, default=1, help="seeds for which the achievable oracle is searched")
@@ -368,12 +392,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = {name: each for name, each in all_scenarios().items() if not each.is_training}
     try:
-        names = choose(options.scenarios, known, "scenario") if options.scenarios else list(known)
+        every = {**known, **EXPERIMENTS}
+        names = choose(options.scenarios, every, "scenario") if options.scenarios else list(every)
         policies = choose(options.policies, contenders(), "policy") if options.policies else list(contenders())
     except ValueError as error:
         parser.error(str(error))
     cache = options.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate/evaluation"
-    scenarios = [known[name] for name in names if options.full or not known[name].full]
+    scenarios = [known[name] for name in names if name in known and (options.full or not known[name].full)]
     began = time.monotonic()
     matrix = evaluate(
         scenarios,
@@ -382,6 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds=options.seeds,
         oracle_seeds=options.oracle_seeds,
         processes=options.jobs,
+        experiments=[name for name in names if name in EXPERIMENTS],
     )
     print(f"done in {time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.out is None:

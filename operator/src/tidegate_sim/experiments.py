@@ -10,7 +10,7 @@ from typing import Any
 from tidegate_operator.observation import STARTING_PHASES, ReplicaPhase
 from tidegate_sim import drift, rivals
 from tidegate_sim.matrix import Figures
-from tidegate_sim.results import Point, Result
+from tidegate_sim.results import KindPoint, Point, Result
 
 DRIFT, RIVALS = "drift", "rivals"
 SHOWN_SECONDS = 60.0
@@ -37,7 +37,8 @@ def figures_of_day(result: Result) -> dict[str, Any]:
         "requests": result.overall.arrived,
         "attainment": result.attainment,
         "patterns": {
-            kind.name: result.between(start, end).attainment for kind, start, end in drift.phases(result.duration_seconds)
+            kind.name: result.between(start, end).attainment
+            for kind, start, end in drift.phases(result.duration_seconds)
         },
         "cost": result.cost,
         "gpu_hours": {name: use.gpu_seconds / 3600 for name, use in result.uses.items()},
@@ -50,7 +51,7 @@ def figures_of_day(result: Result) -> dict[str, Any]:
 
 def _shown(point: Point, result: Result) -> dict[str, Any]:
     """A point by kind; of one kind alone, its own figures."""
-    kinds = point.kinds or {result.fleet.kinds[0].name: point}
+    kinds = point.kinds or {result.fleet.kinds[0].name: KindPoint(point.desired, point.phases, point.settings)}
     return {
         "at": point.at,
         "arrivals_per_second": point.arrivals_per_second,

@@ -13,7 +13,7 @@ from tidegate_operator.kinds import KindsDecision, KindSeen, decide_kinds
 from tidegate_operator.observation import Decision, EngineInfo, Observation
 from tidegate_operator.observing import Workload, can_be_asked, observe
 from tidegate_operator.policy import decide
-from tidegate_operator.shares import Claim, granted_gpus
+from tidegate_operator.shares import Claim, asked, granted_gpus
 from tidegate_sim.controller import FleetView, KindOrder, Order, PodView
 
 SCRAPES_PER_SYNC = 4
@@ -94,11 +94,11 @@ class OperatorController:
         info = self._engine if any(can_be_asked(pod.replica) for pod in view.pods) else None
         observation = observation_of(self._spec, view.pods, now=view.now, desired=view.desired_replicas, info=info)
         if self._budget is not None:
-            self._claim(view.desired_replicas)
+            self._claim(view.desired_replicas, view.now)
             observation = replace(observation, granted_gpus=self._budget.granted(self._name, view.now))
         decision = self.last = decide(self._spec, observation, _through_json(self._memory))
         self._memory = decision.memory
-        self._claim(decision.replicas)
+        self._claim(decision.replicas, view.now)
         return Order(
             replicas=decision.replicas,
             settings=decision.settings,
@@ -107,9 +107,9 @@ class OperatorController:
             message=decision.message,
         )
 
-    def _claim(self, held: int) -> None:
+    def _claim(self, held: int, now: float) -> None:
         if self._budget is not None:
-            wanted = None if self.last is None else self.last.wanted_replicas
+            wanted = None if self.last is None else asked(self._spec, self.last.wanted_replicas, self._memory, now=now)
             self._budget.claim(self._name, self._spec, held=held, wanted=wanted)
 
 

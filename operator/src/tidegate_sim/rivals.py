@@ -42,6 +42,21 @@ RIVALS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Contest:
+    """Who wants what, and how much there is."""
+
+    rivals: tuple[Rival, Rival] = RIVALS
+    gpus: int = GPUS
+    seconds: float = SECONDS
+
+    def workload(self, number: int, seed: int) -> Sequence[Arrival]:
+        """Of the rival of this number."""
+        rate, shares = self.rivals[number].rate, synthetic.only(synthetic.TAILED_CHAT)
+        made = synthetic.made_up(rate, shares, duration_seconds=self.seconds, seed=2 * seed + number)
+        return [arrival for arrival in made if fits(arrival)]
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """How GPUs are shared out: by importance, or to whoever asks first."""
 
@@ -58,14 +73,7 @@ RULES = (
 )
 
 
-def workload(rival: Rival, seed: int) -> Sequence[Arrival]:
-    shares = synthetic.only(synthetic.TAILED_CHAT)
-    number = 2 * seed + RIVALS.index(rival)
-    made = synthetic.made_up(rival.rate, shares, duration_seconds=SECONDS, seed=number)
-    return [arrival for arrival in made if fits(arrival)]
-
-
-def object_of(importance: int) -> Spec:
+def object_of(importance: int, *, most_replicas: int) -> Spec:
     return parse_spec(
         {
             "model": {"uri": "file:///models/none"},
@@ -77,20 +85,20 @@ def object_of(importance: int) -> Spec:
             "autoscaling": {
                 "mode": "Auto",
                 "minReplicas": MINIMUM,
-                "maxReplicas": GPUS,
+                "maxReplicas": most_replicas,
                 "importance": importance,
             },
         }
     )
 
 
-def run(rule: Rule, *, seed: int) -> list[Result]:
+def run(rule: Rule, *, seed: int, contest: Contest | None = None) -> list[Result]:
     """A result for each rival, in their order."""
-    profile = load_profile(PROFILE)
-    budget = None if rule.importance is None else Budget(GPUS)
+    contest, profile = contest or Contest(), load_profile(PROFILE)
+    budget = None if rule.importance is None else Budget(contest.gpus)
     deployments = []
-    for rival, importance in zip(RIVALS, rule.importance or (50, 50), strict=True):
-        spec = object_of(importance)
+    for number, (rival, importance) in enumerate(zip(contest.rivals, rule.importance or (50, 50), strict=True)):
+        spec = object_of(importance, most_replicas=contest.gpus)
         fleet = FleetSpec(
             profile,
             initial_replicas=rival.initial_replicas,
@@ -99,5 +107,5 @@ def run(rule: Rule, *, seed: int) -> list[Result]:
             gateway=GatewaySpec(timeout_seconds=CLIENT_TIMEOUT_SECONDS),
         )
         controller = OperatorController(spec, engine_info(profile), name=rival.name, budget=budget)
-        deployments.append(Deployment(workload(rival, seed), fleet, controller, GOALS))
-    return simulate_together(deployments, gpus={profile.gpu: GPUS}, seed=seed, duration_seconds=SECONDS)
+        deployments.append(Deployment(contest.workload(number, seed), fleet, controller, GOALS))
+    return simulate_together(deployments, gpus={profile.gpu: contest.gpus}, seed=seed, duration_seconds=contest.seconds)
