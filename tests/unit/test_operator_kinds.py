@@ -174,9 +174,9 @@ def test_the_kind_that_serves_follows_the_mix_and_comes_before_the_other_goes() 
     assert noon[first_gone][COMPUTE] >= world.counts[COMPUTE]
     world.lengths = LONG_ANSWERS
     world.run(1200)
-    # One of the other kind may stay where it spares two: what it costs is no more than that of the cheapest.
+    # One of the other kind may stay where that is nearly as cheap, with the margin for taking away.
     usable = {name: each.inputs["usablePerReplica"] for name, each in world.decisions[-1].decisions.items()}
-    best = cheapest([Variant(name, usable[name], price_of(name)) for name in usable], 3.0)
+    best = cheapest([Variant(name, usable[name], price_of(name)) for name in usable], 3.0 / 0.9)
     assert best is not None and best[COMPUTE] == 0
     assert world.price(world.counts) <= 1.1 * world.price(best)
 

@@ -381,14 +381,15 @@ def day_plot(figures: Figures) -> str:
 def _rivals(matrix: Matrix) -> list[str]:
     """Attainment of two deployments that want more GPUs than there are."""
     first, second = (rival.name for rival in rivals.RIVALS)
-    begin, end = (seconds / 60 for seconds in rivals.SHORTAGE)
+    rises, begin, end = (seconds / 60 for seconds in (rivals.ARCHIVE_RISES_AT, *rivals.SHORTAGE))
     lines = [
         "## Two deployments and too few GPUs",
         "",
         f"Two deployments of chat on the same {rivals.GPUS} GPUs, with minima of {rivals.MINIMUM}: the {second} rises"
-        f" from 2 to 5.5 requests/s at minute 5 and then holds most GPUs; the {first} rises from 0.8 to 2.5 from minute"
-        f" {begin:g} to {end:g}. First come: no budget, and a pod that no node takes waits for the next free GPU."
-        f" Shares: a budget, shared out by `allocate` as the operator does it. {matrix.seeds} seeds.",
+        f" from 2 to 5.5 requests/s at minute {rises:g} and then holds most GPUs; the {first} rises from 0.8 to 2.5 at"
+        f" minute {begin:g}; both fall at minute {end:g}. First come: no budget, and a pod that no node takes waits for"
+        " the next free GPU. Shares: a budget, shared out by `allocate` as the operator does it."
+        f" {matrix.seeds} seeds.",
         "",
     ]
     head = ["rule", *(f"{name}, minutes {begin:g} to {end:g} %" for name in (first, second))]

@@ -20,10 +20,13 @@ from tidegate_sim.specification import FleetSpec, GatewaySpec, start_times
 
 GPUS = 14
 MINIMUM = 2
-SECONDS = 2700.0
-SHORTAGE = (900.0, 2100.0)
+SECONDS = 1800.0
+SHORTAGE = (600.0, 1500.0)
 """While both want more than there is together."""
 START_SECONDS = 60.0
+
+
+ARCHIVE_RISES_AT = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Rival:
 
 RIVALS = (
     Rival("assistant", synthetic.steps([(0.0, 0.8), (SHORTAGE[0], 2.5), (SHORTAGE[1], 0.8)]), 2),
-    Rival("archive", synthetic.steps([(0.0, 2.0), (300.0, 5.5), (2400.0, 2.0)]), 5),
+    Rival("archive", synthetic.steps([(0.0, 2.0), (ARCHIVE_RISES_AT, 5.5), (SHORTAGE[1], 2.0)]), 5),
 )
 
 
