@@ -21,7 +21,7 @@ LONG_ANSWERS, LONG_PROMPTS = (300, 1000), (5000, 100)
 Lengths = tuple[int, int]
 
 
-def spec_of(*, window_seconds: int = 60, batching: str = "Fixed") -> Spec:
+def spec_of(*, window_seconds: int = 60, batching: str = "Fixed", paused: bool = False) -> Spec:
     return parse_spec(
         {
             "model": {"uri": "file:///models/none"},
@@ -29,6 +29,7 @@ def spec_of(*, window_seconds: int = 60, batching: str = "Fixed") -> Spec:
             "batching": {"mode": batching},
             "autoscaling": {
                 "mode": "Auto",
+                "paused": paused,
                 "minReplicas": 1,
                 "maxReplicas": 40,
                 "behavior": {"scaleDown": {"stabilizationWindowSeconds": window_seconds}},
@@ -236,6 +237,12 @@ def test_a_kind_that_no_node_takes_is_replaced_by_the_other() -> None:
         world.ready(name) * world.decisions[-1].decisions[name].inputs["usablePerReplica"] for name in world.born
     )
     assert world.ready(COMPUTE) > 0 and carried >= 8.0
+
+
+def test_paused_changes_nothing() -> None:
+    world = World(30.0, LONG_PROMPTS, spec=spec_of(paused=True)).with_ready(A40=2).run(300)
+    assert all(counts == {BANDWIDTH: 2, COMPUTE: 0} for counts in world.history)
+    assert world.decisions[-1].reason == "ScalingPaused"
 
 
 def test_the_first_replica_is_of_the_cheapest_kind() -> None:

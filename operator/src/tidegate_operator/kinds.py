@@ -70,6 +70,9 @@ def decide_kinds(
     contexts = {kind.name: _needs_of(spec, kind, mix=mix, memory=load_memory(own.get(kind.name, {}))) for kind in kinds}
     if not any(context.current for context in contexts.values()):
         contexts, reason, message = _first_replica(kinds, contexts), "FirstReplicas", "no replica is asked for yet"
+    elif spec.autoscaling.paused:
+        contexts = {name: policy.stand_still_when_paused(context) for name, context in contexts.items()}
+        reason, message = "ScalingPaused", "autoscaling is paused; all kinds stay"
     elif not _is_known(contexts):
         reason, message = "CapacityUnknown", "each kind follows what is seen of its own replicas"
     else:
