@@ -77,7 +77,7 @@ EXCERPT = (
     if PROVE
     else Excerpt("S4", 2400.0, speed=30.0, every=15, gpu_speed=4.0)
 )
-"""Chat with a burst of ten times the load: in 80 s up to some time after the first burst here, in 500 s with both in full."""
+"""Chat with bursts of ten times the load: both in 500 s, or here in 80 s the first one and a while after it."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,7 @@ def test_the_operator_decides_as_the_simulator_for_the_same_observations(story: 
     assert list(simulators(entries, spec)) == recorded
     other = parse_spec({**json.loads(raw), "objectives": {"ttft": {"milliseconds": 100}}})
     pairs = zip(simulators(entries, other), recorded, strict=True)
-    assert any(mine != theirs for mine, theirs in pairs), (
-        "of other goals other decisions come, or equality says nothing"
-    )
+    assert any(mine != theirs for mine, theirs in pairs), "other goals must lead to others, or equality says nothing"
 
 
 def test_the_scenario_moved_replicas_both_ways(story: Story) -> None:
