@@ -276,8 +276,7 @@ def _choices(place: Place, sizes: Sizes) -> Iterator[Check]:
         top_ks=torch.where(numbers % 4 == 1, 20, 0).int(),
         top_ps=torch.where(numbers % 4 == 2, 0.9, 1.0),
         min_ps=torch.where(numbers % 4 == 3, 0.05, 0.0),
-        seeds=numbers * 77,
-        positions=numbers,
+        randoms=torch.rand(rows, generator=generator),
     )
     there = Choice(*(getattr(choice, name).to(place.device) for name in Choice.__dataclass_fields__))
     found = sampling.choose_tokens(logits.to(place.device), there).cpu()

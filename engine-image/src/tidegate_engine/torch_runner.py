@@ -132,7 +132,12 @@ class TorchRunner:
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
         self._pooler = Pooler(is_normalised=pooling.is_normalised)
-        self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
+        self._sampler = Sampler(
+            eos_ids=checkpoint.eos_token_ids,
+            entropy=secrets.token_bytes(16),
+            masks=masks,
+            kernel=operations.choose_tokens,
+        )
         weights_done = time.monotonic()
         self._info = ModelInfo(
             name=options.name or checkpoint.name,
