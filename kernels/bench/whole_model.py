@@ -18,9 +18,9 @@ from tidegate_engine.transformer import (
     Decoder,
     build_decoder,
     forward,
-    kv_pool_parts,
     kv_token_bytes,
     layer_caches,
+    new_kv_pool,
 )
 from tidegate_kernels.compiled import TRITON
 from tidegate_kernels.quantised import quantise_fp8
@@ -87,8 +87,9 @@ class Model:
         steps += [*self.sizes.decodes, *((1, new + before) for new, before in self.sizes.chunks)]
         steps += [(batch + -(-new // tokens), tokens) for batch, tokens, new in self.sizes.mixed]
         blocks = 1 + max(batch * -(-tokens // BLOCK_TOKENS) for batch, tokens in steps)
-        parts = kv_pool_parts(self.sizes.config, blocks=blocks, block_tokens=BLOCK_TOKENS, dtype=place.dtype)
-        pool = [torch.zeros(shape, dtype=dtype, device=place.device) for shape, dtype in parts]
+        pool = new_kv_pool(
+            self.sizes.config, blocks=blocks, block_tokens=BLOCK_TOKENS, dtype=place.dtype, device=place.device
+        )
         self.caches: tuple[Cache, ...] = layer_caches(self.sizes.config, pool)
 
     def step(self, new: list[int], total: list[int]) -> tuple[Tensor, Ragged]:

@@ -28,6 +28,7 @@ from tidegate_kernels.reference import (
 )
 from tidegate_kernels.weight import Dense, ExpertMatrices, Weight, concat_rows, gather_rows, linear
 
+CPU = torch.device("cpu")
 MAX_KV_PADDING = 1.1
 """How much larger the cache may be for groups of equal size."""
 MAX_KV_GROUPS = 16
@@ -292,33 +293,24 @@ def new_kv_pool(
     block_tokens: int,
     dtype: torch.dtype,
     groups: Sequence[KvGroup] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[Tensor, ...]:
     """The paged cache: `[layers, 2, blocks, kv heads, block tokens, head size]` for each number of kv heads there is.
 
     `blocks` is that of all groups together, `layers` that of one. Of a quantised cache (FP8, INT8) the scales follow,
     one tensor for each of these without the head size. Zeros, since memory that was never written may hold NaN, and
-    zero times NaN is NaN; but pages that the kernel zeroes on first use, so that memory is taken only by blocks that
-    were used.
+    zero times NaN is NaN; but in host memory pages that the kernel zeroes on first use, so that memory is taken only by
+    blocks that were used.
     """
-    parts = kv_pool_parts(config, blocks=blocks, block_tokens=block_tokens, dtype=dtype, groups=groups)
-    return tuple(_zero_pages(shape, own) for shape, own in parts)
-
-
-def kv_pool_parts(
-    config: DecoderConfig,
-    *,
-    blocks: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    groups: Sequence[KvGroup] | None = None,
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each of `new_kv_pool`'s tensors, for memory that it does not allocate: a GPU's."""
     shapes = [
         (layers, 2, blocks, kv_heads, block_tokens, config.head_size)
         for kv_heads, layers in _places(config, groups or all_in_one_group(config)).items()
     ]
     scales = [(shape[:-1], torch.float32) for shape in shapes] if dtype.itemsize == 1 else []
-    return [*((shape, dtype) for shape in shapes), *scales]
+    parts = [*((shape, dtype) for shape in shapes), *scales]
+    if device.type == "cpu":
+        return tuple(_zero_pages(shape, own) for shape, own in parts)
+    return tuple(torch.zeros(shape, dtype=own, device=device) for shape, own in parts)
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -295,8 +295,13 @@ def ragged_batch(
         block_tokens=block_tokens,
         groups={},
         views=views,
-        view_table=None if views is None else torch.tensor([view or (ALL, 0) for view in views], dtype=torch.int32),
+        view_table=view_table_of(views),
     )
+
+
+def view_table_of(views: Sequence[View | None] | None) -> Tensor | None:
+    """`Ragged.view_table` of `Ragged.views`."""
+    return None if views is None else torch.tensor([view or (ALL, 0) for view in views], dtype=torch.int32)
 
 
 def in_other_tables(batch: Ragged, tables: Sequence[Sequence[int]]) -> Ragged:

@@ -96,7 +96,7 @@ def test_the_memory_of_the_old_cache_is_given_back(tiny_model: Path) -> None:
     runner = make_runner(tiny_model, kv_blocks=80_000)
     size = 80_000 * BLOCK * runner.info.kv_token_bytes
     assert size > 100 << 20
-    for part in runner._pool:
+    for part in runner._part.pool:
         part.fill_(1)
     before = resident_bytes()
     del part
