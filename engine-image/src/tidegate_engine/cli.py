@@ -154,6 +154,8 @@ def _read_model(args: argparse.Namespace) -> tuple[str, "Model"]:
     """The model's own name, and how to load it."""
     args = _loading_args(args)
     if args.runner == "modelled":
+        if args.tensor_parallel_size > 1:
+            raise ConfigError("FlagsInvalid", "--tensor-parallel-size needs --runner torch: a profile has its own GPUs")
         profile = _read_profile(args)
         return profile.name, _modelled(args, profile)
     if args.model is None:

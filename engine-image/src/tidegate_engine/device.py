@@ -93,7 +93,7 @@ def place_of(name: str, kernels: str, *, rank: int, ranks: int, architecture: Ar
 def operations_of(kernels: str, *, is_gpu: bool) -> Operations:
     """What steps are computed with. Raises ModelError for a choice that there is not, or that cannot run there."""
     if kernels not in KERNELS:
-        raise ModelError("KernelsUnknown", f"there are no kernels called {kernels!r}; choose {', '.join(KERNELS)}")
+        raise ModelError("KernelsUnknown", f"there are no kernels called {kernels!r}; choose auto, torch or triton")
     if kernels == "torch" and is_gpu:
         raise ModelError("KernelsNeedCpu", "torch's own operations are the CPU's path; choose triton on a GPU")
     if not is_gpu and kernels != "triton":

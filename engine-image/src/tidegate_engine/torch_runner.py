@@ -125,7 +125,7 @@ class TorchRunner:
 
     def __init__(
         self,
-        model_path: Path | str,
+        model: Path | str | Checkpoint,
         *,
         options: TorchOptions | None = None,
         masks: Masks | None = None,
@@ -139,7 +139,7 @@ class TorchRunner:
             store, port = meeting_place(ranks)
             team.tell("meet", port)
             collectives = join(Share(0, ranks), store=store, device=_device_of(options, 0))
-        loaded = _load(model_path, options, Share(0, ranks), collectives=collectives, team=team)
+        loaded = _load(model, options, Share(0, ranks), collectives=collectives, team=team)
         checkpoint, config, place = loaded.checkpoint, loaded.config, loaded.place
         self._part, self._place, self._threads = loaded.part, place, loaded.threads
         self._threads_set_in: int | None = None
@@ -387,7 +387,12 @@ def _check_alone(options: TorchOptions, *, ranks: int) -> None:
 
 
 def _load(
-    model_path: Path | str, options: TorchOptions, share: Share, *, collectives: Collectives, team: Team | None = None
+    model: Path | str | Checkpoint,
+    options: TorchOptions,
+    share: Share,
+    *,
+    collectives: Collectives,
+    team: Team | None = None,
 ) -> _Loaded:
     """A rank's part of the model at its place. Raises ModelError where it cannot be had."""
     started = time.monotonic()
@@ -396,7 +401,7 @@ def _load(
     )
     if native.library() is None and not place.is_gpu:
         logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
-    checkpoint = open_checkpoint(model_path)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     if options.quantisation not in (None, checkpoint.quantisation):
         found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
         raise ModelError(

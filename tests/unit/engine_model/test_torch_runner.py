@@ -329,7 +329,7 @@ def test_kernels_that_there_are_none_of_and_those_without_a_gpu_are_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ModelError, match=r"KernelsUnknown: .* choose torch or triton"):
+    with pytest.raises(ModelError, match=r"KernelsUnknown: .* choose auto, torch or triton"):
         TorchRunner(tiny_model, options=TorchOptions(kernels="cuda"))
     with pytest.raises(ModelError, match=r"KernelsNeedGpu: .* TRITON_INTERPRET=1"):
         TorchRunner(tiny_model, options=TorchOptions(kernels="triton"))
