@@ -8,6 +8,7 @@ one's orders.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,14 +155,16 @@ def packed(work: Work) -> tuple[object, list[Array]]:
     tensors = [work.token_ids, work.logits_rows, batch.query_starts, batch.kv_lengths, batch.positions]
     for each in (batch, *batch.others):
         tensors += [each.block_tables, each.slots]
-    return facts, [tensor.numpy() for tensor in tensors]
+    found = [tensor.numpy() for tensor in tensors]
+    return facts, [(array.dtype.str, array.shape, array.tobytes()) for array in found]
 
 
 def unpacked(facts: object, arrays: Sequence[Array]) -> Work:
     """The other way round."""
     assert isinstance(facts, list)
     block_tokens, views, begun_blocks, wants_states = facts
-    ids, rows, starts, lengths, positions, *tables = map(torch.from_numpy, arrays)
+    found = [torch.from_numpy(np.frombuffer(body, dtype).reshape(shape).copy()) for dtype, shape, body in arrays]
+    ids, rows, starts, lengths, positions, *tables = found
     views = None if views is None else [None if view is None else Window(*view) for view in views]
     batch = Ragged(
         query_starts=starts,

@@ -16,16 +16,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from tidegate_engine.weights import ModelError
 
 PR_SET_PDEATHSIG = 1
 _LENGTHS = struct.Struct("!II")
 
-Array = NDArray[Any]
+Array = tuple[str, Sequence[int], bytes | memoryview]
+"""The type of its numbers, as numpy writes it, its shape, and its bytes."""
 Order = tuple[str, Any, list[Array]]
 """What to do, the facts of it, and arrays."""
 OnLost = Callable[[str | None, str], None]
@@ -49,11 +48,11 @@ class RankEnd:
             body = self._read(array_bytes)
         except (EOFError, ConnectionError):
             return None
-        arrays, start = [], 0
-        for dtype, shape in described:
-            array = np.frombuffer(body, dtype, count=int(np.prod(shape)), offset=start).reshape(shape)
-            start += array.nbytes
-            arrays.append(array)
+        arrays, start = list[Array](), 0
+        for dtype, shape, size in described:
+            end = start + size
+            arrays.append((dtype, shape, memoryview(body)[start:end]))
+            start = end
         return kind, facts, arrays
 
     def report(self, reason: str | None, message: str) -> None:
@@ -86,8 +85,8 @@ class Team:
 
     def tell(self, kind: str, facts: object = None, arrays: Sequence[Array] = ()) -> None:
         """Send an order to each; it may wait for them to read the one before."""
-        header = orjson.dumps([kind, facts, [[array.dtype.str, array.shape] for array in arrays]])
-        bodies = [np.ascontiguousarray(array).tobytes() for array in arrays]
+        header = orjson.dumps([kind, facts, [[dtype, shape, len(body)] for dtype, shape, body in arrays]])
+        bodies = [body for _, _, body in arrays]
         frame = b"".join((_LENGTHS.pack(len(header), sum(map(len, bodies))), header, *bodies))
         for end in self._ends:
             end.sendall(frame)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tidegate_engine import torch_runner
+from tidegate_engine import model_part, torch_runner
 from tidegate_engine.architecture import DecoderConfig, LayerConfig, Rope
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
 def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiled code where it is there, and by torch alone."""
     if request.param == "torch":
-        monkeypatch.setattr(torch_runner, "native_decoder", lambda *_: None)
+        monkeypatch.setattr(model_part, "native_decoder", lambda *_: None)
 
 
 def prompt(seed: int, length: int) -> list[int]:
