@@ -648,7 +648,7 @@ def foreseen_forecast(
         level=level,
         checked=slot,
         steps=(((slot + 1) % SLOTS, step),),
-        records=(Record(belief), Record()),
+        records=(Record(belief), Record(), Record()),
     )
     return {"forecast": dump_forecast(forecast)}
 
