@@ -1,7 +1,9 @@
 """From samples to Demand: rates, resets, percentiles, freshness; unknown is never zero."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,15 @@ from tidegate_engine.settings import TTFT_BUCKETS_SECONDS
 from tidegate_engine.steptime import StepModel
 from tidegate_operator.demand import (
     MIN_SCRAPES,
+    RATE_TERMS,
+    WINDOW_SECONDS,
     Measured,
     PodSample,
     PodWindow,
     combine,
     parse_exposition,
     quantile,
+    share_within,
     step_model_of,
     window_of,
 )
@@ -95,6 +100,65 @@ def test_a_series_that_appears_later_counts_from_zero() -> None:
     assert window.values["arrivals", "0"] == pytest.approx(2.0)
 
 
+def plain_window(samples: Sequence[PodSample]) -> dict[tuple[str, ...], float]:
+    """The definition, key by key and pair by pair."""
+    newest = samples[-1]
+    recent = [each for each in samples if each.at >= newest.at - WINDOW_SECONDS - 0.5]
+    seconds = newest.at - recent[0].at
+    values = {}
+    for key, value in newest.values.items():
+        if key[0] not in RATE_TERMS:
+            values[key] = value
+        elif len(recent) >= MIN_SCRAPES and seconds > 0:
+            shown = [each.values.get(key, 0.0) for each in recent]
+            gained = sum(after - before if after >= before else after for before, after in pairwise(shown))
+            values[key] = gained / seconds
+    return values
+
+
+KEYS: tuple[tuple[str, ...], ...] = (
+    ("arrivals", "0"),
+    ("arrivals", "64"),
+    ("ttft", "0.5"),
+    ("prompt_tokens",),
+    ("running",),
+    ("waiting",),
+)
+SCRAPE = st.tuples(
+    st.sampled_from([0.0, 3.75, 4.0, 15.0, 61.0]),
+    st.permutations(KEYS),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(["on", "on", "on", "reset", "missing"])), min_size=6, max_size=6
+    ),
+)
+
+
+@given(st.lists(SCRAPE, min_size=1, max_size=24), st.booleans())
+def test_sliding_windows_are_what_the_definition_says(
+    scrapes: list[tuple[float, list[tuple[str, ...]], list[tuple[int, str]]]], is_shuffled: bool
+) -> None:
+    """Under resets, missing series and any order of keys, also where windows share samples."""
+    at, counters, samples = 100.0, dict.fromkeys(KEYS, 0.0), []
+    for seconds, order, changes in scrapes:
+        at += seconds
+        for key, (step, kind) in zip(KEYS, changes, strict=True):
+            counters[key] = float(step) if kind == "reset" else counters[key] + step
+        told = {key for key, (_, kind) in zip(KEYS, changes, strict=True) if kind != "missing"}
+        samples.append(PodSample(at, {key: counters[key] for key in (order if is_shuffled else KEYS) if key in told}))
+    for end in range(1, len(samples) + 1):
+        for chosen in (samples[:end], samples[:end:2]):
+            found = window_of("p", chosen)
+            assert found is not None
+            assert found.values == plain_window(chosen)
+
+
+def test_a_sample_that_was_compared_is_still_the_sample_it_was() -> None:
+    compared, other = sample(0, 100), sample(0, 100)
+    window_of("p", [compared, sample(5, 1), sample(10, 2), sample(15, 3)])
+    assert compared == other
+    assert repr(compared) == repr(other)
+
+
 def test_no_sample_is_no_window() -> None:
     assert window_of("p", []) is None
 
@@ -126,6 +190,24 @@ def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]) ->
     assert lower - 1e-9 <= found <= upper + 1e-9
 
 
+@given(st.lists(st.floats(0.0015, 150), min_size=1, max_size=60), st.floats(0.05, 0.99))
+def test_the_share_within_a_quantile_is_its_own(values: list[float], q: float) -> None:
+    bounds = (*TTFT_BUCKETS_SECONDS, math.inf)
+    buckets = {bound: float(sum(value <= bound for value in values)) for bound in bounds}
+    found = quantile(buckets, q)
+    assert found is not None
+    share = share_within(buckets, found)
+    assert share is not None
+    # A bound may have a longer run of empty buckets before it, and what is above the last bound is known as that only.
+    assert share == pytest.approx(q) or (found == max(TTFT_BUCKETS_SECONDS) and share <= q)
+
+
+def test_a_share_of_nothing_is_unknown() -> None:
+    assert share_within({}, 1.0) is None
+    assert share_within({1.0: 0.0, math.inf: 0.0}, 1.0) is None
+    assert share_within({1.0: 5.0, math.inf: 10.0}, 99.0) == 0.5, "what is above the last bound may be above the goal"
+
+
 def window(pod: str, *, at: float = 100.0, scrapes: int = MIN_SCRAPES, **levels: float) -> PodWindow:
     values: dict[tuple[str, ...], float] = {(name,): value for name, value in ({"running": 1.0} | levels).items()}
     values |= {("arrivals", "0"): 2.0, ("finished", "0", "16"): 1.0}
@@ -145,6 +227,7 @@ def test_pods_are_summed_and_the_oldest_of_the_newest_samples_dates_the_sum() ->
     assert demand.finished_per_second == {(0, 16): 2.0}
     assert (demand.running, demand.waiting, demand.pods_covered, demand.sampled_at) == (2.0, 5.0, 2, 90)
     assert demand.ttft_p95_seconds == pytest.approx(0.95)
+    assert demand.buckets == {"ttft": {1.0: 20.0, math.inf: 20.0}}
     assert demand.kv_used_ratio == pytest.approx(0.25)
     assert demand.itl_p95_seconds is None
     assert demand.prompt_tokens_per_second is None

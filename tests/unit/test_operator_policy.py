@@ -399,6 +399,16 @@ def test_a_missed_target_corrects_the_capacity_and_adds_a_replica() -> None:
     assert again.inputs["correction"] == decision.inputs["correction"]
 
 
+def test_a_share_that_is_asked_for_and_missed_adds_a_replica_where_the_95th_percentile_is_well() -> None:
+    goal = {"ttft": {"milliseconds": 2000}}
+    usual, strict = (spec_of(objectives=goal | {"attainmentPercent": share}) for share in (95, 99))
+    late = {"ttft": {1.0: 0.0, 2.0: 96.0, 4.0: 100.0, math.inf: 100.0}}
+    measured = seen(replace(at_capacity(usual, 1.9), ttft_p95_seconds=1.99, buckets=late), ready=2)
+    assert decide(usual, measured, {}).replicas == 2
+    decision = decide(strict, measured, {})
+    assert (decision.replicas, decision.reason) == (3, "TargetMissed")
+
+
 def test_no_correction_while_new_replicas_start_or_settle() -> None:
     spec = spec_of()
     missed = replace(at_capacity(spec, 1.9), ttft_p95_seconds=3.0)

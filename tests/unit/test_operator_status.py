@@ -1,5 +1,6 @@
 """The status: truthful conditions for every way in which pods fail, quiet under noise, Events on change only."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -263,6 +264,21 @@ def test_objectives_are_judged_with_a_margin_on_the_way_back() -> None:
     assert condition(judged(0.44, still), "ObjectivesMet")["status"] == "True"
     assert condition(judged(None), "ObjectivesMet")["reason"] == "NoTraffic"
     assert condition(build(seen(pod())), "ObjectivesMet")["reason"] == "NoObjectives"
+
+
+def test_the_share_that_is_asked_for_is_told_and_judged() -> None:
+    def built(late: float, previous: dict[str, Any] | None = None, **asked: int) -> dict[str, Any]:
+        buckets = {"ttft": {0.25: 0.0, 0.5: 100.0 - late, 1.0: 100.0, math.inf: 100.0}}
+        goal: dict[str, Any] = {"objectives": {"ttft": {"milliseconds": 500}, **asked}}
+        return build(seen(pod(), demand=demand(buckets=buckets)), previous=previous, **goal)
+
+    assert condition(built(3.0), "ObjectivesMet")["status"] == "True"
+    missed = built(3.0, attainmentPercent=99)
+    assert missed["objectives"]["attainmentPercent"] == 97
+    assert "at the 99th percentile: time to first token" in condition(missed, "ObjectivesMet")["message"]
+    assert built(3.6, missed, attainmentPercent=99)["objectives"]["attainmentPercent"] == 97, "noise"
+    assert built(9.0, missed, attainmentPercent=99)["objectives"]["attainmentPercent"] == 91
+    assert "attainmentPercent" not in build(seen(pod(), demand=demand()), **GOAL)["objectives"]
 
 
 # --- quiet ---------------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tidegate_operator.cli import main
 
-OBJECT = {
+OBJECT: dict[str, Any] = {
     "apiVersion": "tidegate.dev/v1alpha1",
     "kind": "LLMDeployment",
     "metadata": {"name": "assistant"},
@@ -61,6 +63,37 @@ def test_the_same_seed_prints_the_same(deployment: str, capsys: pytest.CaptureFi
         assert main([*arguments, "--seed", seed]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] != printed[2]
+
+
+def attainments(spec: dict[str, Any], trace: str, folder: Path) -> dict[str, float]:
+    """Of the object with these parts of its spec: overall, and by pattern."""
+    content = deepcopy(OBJECT)
+    content["spec"] |= spec
+    path, figures = folder / "own.json", folder / "own-figures.json"
+    path.write_text(json.dumps(content))
+    assert main(["simulate", "-f", str(path), "--trace", trace, *PROFILE, "--json", str(figures)]) == 0
+    (result,) = json.loads(figures.read_text())["results"]
+    assert result["overall"]["attainment"] == result["attainment"]
+    assert sum(each["met"] for each in result["patterns"].values()) == result["overall"]["met"]
+    return {"overall": result["attainment"]} | {name: each["attainment"] for name, each in result["patterns"].items()}
+
+
+def test_a_class_is_held_against_its_own_goals(trace: str, tmp_path: Path) -> None:
+    short = {"name": "Short", "outputTokens": {"max": 64}}
+    plain = attainments({"trafficClasses": [short]}, trace, tmp_path)
+    assert plain["Short"] > 0.99 and plain["Other"] > 0.99
+    strict = short | {"objectives": {"interTokenLatency": {"milliseconds": 1}}}
+    own = attainments({"trafficClasses": [strict]}, trace, tmp_path)
+    assert own["Short"] == 0.0 and own["Other"] == plain["Other"]
+    assert own["overall"] == pytest.approx(plain["Other"] * 96 / 400), "96 answers of 400 are longer"
+
+
+def test_goals_on_whole_answers_and_on_waiting_count_too(trace: str, tmp_path: Path) -> None:
+    free = {"ttft": {"milliseconds": 800}, "interTokenLatency": {"milliseconds": 60}}
+    assert attainments({"objectives": free}, trace, tmp_path)["overall"] > 0.99
+    for objective, goal in (("endToEnd", 300), ("queueTime", 1)):
+        found = attainments({"objectives": free | {objective: {"milliseconds": goal}}}, trace, tmp_path)
+        assert 0 < found["overall"] < 0.9, objective
 
 
 @pytest.mark.parametrize(

@@ -496,6 +496,15 @@ class Objectives(LatencyObjectives):
         le=1_000_000_000,
         description="Output tokens a second that all replicas together must be able to give, whatever arrives.",
     )
+    attainment_percent: int = Field(
+        default=95,
+        ge=95,
+        le=99,
+        description=(
+            "Share of the requests that must keep to each goal. Above 95 what is measured is held against it, and a"
+            " miss adds replicas; the model behind batch settings and capacity knows the 95th percentile only."
+        ),
+    )
     priority: Priority = Field(
         default=Priority.LATENCY,
         description=(

@@ -80,6 +80,9 @@ class ObjectivesStatus(Part):
     end_to_end_p95_milliseconds: int | None = Field(
         default=None, description="Time to the last token of requests that ended, 95th percentile."
     )
+    attainment_percent: int | None = Field(
+        default=None, description="Share that kept to the goal which was kept to least, rounded down."
+    )
 
 
 class DecisionStatus(Part):

@@ -7,9 +7,10 @@ each pod, and `combine` sums those. A missing series is unknown, never zero.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import lt
 
 from tidegate_engine.steptime import StepModel
 from tidegate_operator.observation import Demand, MetricsState
@@ -75,6 +76,23 @@ class PodSample:
 
     at: float
     values: Values
+    _fell: "tuple[PodSample, tuple[tuple[str, ...], ...]] | None" = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """The sample after it, and what is lower there: most of a window's pairs were compared for the window before."""
+
+    def fell_until(self, after: "PodSample") -> tuple[tuple[str, ...], ...]:
+        """Keys whose values are lower in `after`; one that is missing stands at 0."""
+        if self._fell is None or self._fell[0] is not after:
+            object.__setattr__(self, "_fell", (after, _lower(self.values, after.values)))
+        assert self._fell is not None
+        return self._fell[1]
+
+
+def _lower(before: Values, after: Values) -> tuple[tuple[str, ...], ...]:
+    if list(before) == list(after):
+        return tuple(compress(before, map(lt, after.values(), before.values())))
+    return tuple(key for key in before.keys() | after.keys() if after.get(key, 0.0) < before.get(key, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,15 @@ class Measured:
 
     windows: tuple[PodWindow, ...] = ()
     error: str | None = None
+    samples: Mapping[str, Sequence[PodSample]] = field(default_factory=dict)
+    """What the windows were made of, by pod, where the source has it."""
+
+
+def measured_of(samples: Mapping[str, Sequence[PodSample]]) -> Measured:
+    """What the samples of each pod, oldest first, tell; a pod without any is left out."""
+    known = {pod: ring for pod, ring in samples.items() if ring}
+    windows = (window_of(pod, ring) for pod, ring in known.items())
+    return Measured(tuple(window for window in windows if window is not None), samples=known)
 
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -144,12 +171,19 @@ def window_of(pod: str, samples: Sequence[PodSample]) -> PodWindow | None:
         return None
     newest = samples[-1]
     recent = [sample for sample in samples if sample.at >= newest.at - WINDOW_SECONDS - 0.5]
-    seconds = newest.at - recent[0].at
-    values = {key: value for key, value in newest.values.items() if key[0] not in RATE_TERMS}
-    if len(recent) >= MIN_SCRAPES and seconds > 0:
-        for key in newest.values:
-            if key[0] in RATE_TERMS:
-                values[key] = _increase([sample.values.get(key, 0.0) for sample in recent]) / seconds
+    oldest = recent[0]
+    seconds = newest.at - oldest.at
+    if len(recent) < MIN_SCRAPES or seconds <= 0:
+        values = {key: value for key, value in newest.values.items() if key[0] not in RATE_TERMS}
+        return PodWindow(pod, newest.at, seconds, len(recent), values)
+    before = oldest.values
+    values = {
+        key: (value - before.get(key, 0.0)) / seconds if key[0] in RATE_TERMS else value
+        for key, value in newest.values.items()
+    }
+    for key in {key for sample, after in pairwise(recent) for key in sample.fell_until(after)}:
+        if key[0] in RATE_TERMS and key in values:
+            values[key] = _increase([sample.values.get(key, 0.0) for sample in recent]) / seconds
     return PodWindow(pod, newest.at, seconds, len(recent), values)
 
 
@@ -177,6 +211,21 @@ def quantile(buckets: Mapping[float, float], q: float) -> float | None:
             return below_bound + (bound - below_bound) * (rank - below_count) / (count - below_count)
         below_bound, below_count = bound, max(count, below_count)
     return below_bound
+
+
+def share_within(buckets: Mapping[float, float], limit: float) -> float | None:
+    """The share of cumulative buckets at or below `limit`: the inverse of `quantile`; None without observations."""
+    total = buckets.get(math.inf, 0.0)
+    if total <= 0:
+        return None
+    below_bound, below_count = 0.0, 0.0
+    for bound in sorted(buckets):
+        count = max(buckets[bound], below_count)
+        if limit < bound:
+            part = 0.0 if bound == math.inf else (limit - below_bound) / (bound - below_bound)
+            return (below_count + part * (count - below_count)) / total
+        below_bound, below_count = bound, count
+    return 1.0
 
 
 def combine(
@@ -208,11 +257,13 @@ def combine(
 
 
 def _demand(covered: Sequence[PodWindow]) -> Demand:
-    totals: dict[str, dict[tuple[str, ...], float]] = {}
+    sums: dict[tuple[str, ...], float] = {}
     for window in covered:
-        for (name, *labels), value in window.values.items():
-            cells = totals.setdefault(name, {})
-            cells[tuple(labels)] = cells.get(tuple(labels), 0.0) + value
+        for key, value in window.values.items():
+            sums[key] = sums.get(key, 0.0) + value
+    totals: dict[str, dict[tuple[str, ...], float]] = {}
+    for key, value in sums.items():
+        totals.setdefault(key[0], {})[key[1:]] = value
 
     def total(name: str) -> float | None:
         return totals[name].get(()) if name in totals else None
@@ -220,8 +271,14 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
     def cells_of(name: str) -> dict[int, float]:
         return {int(label): value for (label,), value in totals.get(name, {}).items()}
 
+    buckets: dict[str, dict[float, float]] = {
+        name: {float(label): value for (label,), value in totals[name].items()}
+        for name in ("ttft", "itl", "queue")
+        if name in totals
+    }
+
     def p95(name: str) -> float | None:
-        return quantile({float(label): value for (label,), value in totals.get(name, {}).items()}, 0.95)
+        return quantile(buckets.get(name, {}), 0.95)
 
     finished: dict[tuple[str, str], dict[float, float]] = {}
     for name, figure in (("finished_ttft", "ttft"), ("finished_itl", "itl"), ("end_to_end", "endToEnd")):
@@ -250,6 +307,7 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
         preemptions_per_second=total("preemptions"),
         pods_covered=len(covered),
         finished_buckets=finished,
+        buckets=buckets,
     )
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from tidegate_operator.api import LatencyObjectives, Objective, Priority, Spec
 from tidegate_operator.capacity import PatternTargets, Targets
-from tidegate_operator.demand import quantile
+from tidegate_operator.demand import quantile, share_within
 from tidegate_operator.observation import Demand
 
+P95 = 0.95
 WORDS = {
     "ttft": "time to first token",
     "itl": "inter-token latency",
@@ -99,32 +100,60 @@ def goals_of(spec: Spec) -> tuple[Judged, ...]:
     return tuple(Judged(key, goal) for key, goal in found if goal is not None)
 
 
+def share_of(spec: Spec) -> float:
+    """The share of the requests that must keep to each goal: the percentile that is held against it."""
+    return spec.objectives.attainment_percent / 100
+
+
 def judge(spec: Spec, demand: Demand) -> tuple[Judged, ...]:
     """Every goal beside what was observed. The figures of classes are of requests that ended, so they come later."""
-    apart = {name for name, _ in pattern_targets_of(spec).own}
-    rest = [pattern.name for pattern in spec.patterns() if pattern.name not in apart]
-    at_once = {"queue": demand.queue_p95_seconds}
-    if not apart:
-        at_once |= {"ttft": demand.ttft_p95_seconds, "itl": demand.itl_p95_seconds}
+    share = share_of(spec)
+    p95 = {"ttft": demand.ttft_p95_seconds, "itl": demand.itl_p95_seconds, "queue": demand.queue_p95_seconds}
 
     def seen(key: str) -> float | None:
-        name, _, pattern = key.partition(":")
-        return at_once[key] if key in at_once else seen_of(demand, name, [pattern] if pattern else rest)
+        if share == P95 and _is_at_once(spec, key):
+            return p95[key]
+        return quantile(_buckets(spec, demand, key), share)
 
     return tuple(replace(item, seen_seconds=seen(item.key)) for item in goals_of(spec))
 
 
+def attained(spec: Spec, demand: Demand) -> float | None:
+    """The share within the goal that was kept to least; None where none was measured."""
+    shares = [share_within(_buckets(spec, demand, item.key), item.goal_seconds) for item in goals_of(spec)]
+    return min((share for share in shares if share is not None), default=None)
+
+
+def _is_at_once(spec: Spec, key: str) -> bool:
+    """Whether a goal is judged by what happens to all requests, and not by those of some patterns that ended."""
+    return key == "queue" or (key in ("ttft", "itl") and not pattern_targets_of(spec).own)
+
+
+def _buckets(spec: Spec, demand: Demand, key: str) -> Mapping[float, float]:
+    """The histogram that a goal is judged by."""
+    if _is_at_once(spec, key):
+        return demand.buckets.get(key, {})
+    name, _, pattern = key.partition(":")
+    apart = {own for own, _ in pattern_targets_of(spec).own}
+    rest = [each.name for each in spec.patterns() if each.name not in apart]
+    return _ended(demand, name, [pattern] if pattern else rest)
+
+
 def seen_of(demand: Demand, figure: str, patterns: Sequence[str]) -> float | None:
     """The 95th percentile of `ttft`, `itl` or `endToEnd` over the requests of these patterns that ended."""
+    return quantile(_ended(demand, figure, patterns), P95)
+
+
+def _ended(demand: Demand, figure: str, patterns: Sequence[str]) -> dict[float, float]:
     total: dict[float, float] = {}
     for name in patterns:
         for bound, rate in demand.finished_buckets.get((figure, name), {}).items():
             total[bound] = total.get(bound, 0.0) + rate
-    return quantile(total, 0.95)
+    return total
 
 
 def worst_ratio(judged: Sequence[Judged], *, without: Sequence[str] = ()) -> float:
-    """The worst observed 95th percentile over its goal; 0 when there is none or nothing was observed."""
+    """The worst observed percentile over its goal; 0 when there is none or nothing was observed."""
     ratios = [item.seen_seconds / item.goal_seconds for item in judged if item.seen_seconds and item.key not in without]
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
 

@@ -85,6 +85,8 @@ class Demand:
     """Pods with a fresh sample."""
     finished_buckets: Mapping[tuple[str, str], Mapping[float, float]] = field(default_factory=dict)
     """Cumulative histograms (upper bound → rate) of requests that ended, by (`ttft`, `itl` or `endToEnd`, pattern)."""
+    buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    """Likewise of all requests, as things happen, by `ttft`, `itl` or `queue`: what the 95th percentiles are of."""
 
 
 class MetricsState(StrEnum):

@@ -14,7 +14,7 @@ from typing import Any
 from tidegate_engine.settings import BatchSettings, Pattern
 from tidegate_operator import api, api_status
 from tidegate_operator.api import ConditionType, Reason, ScalingMode, Target
-from tidegate_operator.goals import goals_of, judge, seen_of
+from tidegate_operator.goals import attained, goals_of, judge, seen_of
 from tidegate_operator.observation import (
     STARTING_PHASES,
     WAITING_PHASES,
@@ -410,7 +410,8 @@ def _is_objectives_met(view: View) -> Verdict:
         return Verdict("Unknown", Reason.NO_TRAFFIC, "no requests were measured")
     missed = [item.words for item in measured if (item.seen_seconds or 0.0) > item.goal_seconds * margin]
     if missed:
-        return Verdict("False", Reason.MISSED, f"above the goal at the 95th percentile: {', '.join(missed)}")
+        percentile = f"{spec.objectives.attainment_percent}th percentile"
+        return Verdict("False", Reason.MISSED, f"above the goal at the {percentile}: {', '.join(missed)}")
     return Verdict("True", Reason.MET, "every measured objective is met")
 
 
@@ -585,8 +586,17 @@ def _objectives(view: View) -> api_status.ObjectivesStatus | None:
             seen_of(demand, "endToEnd", [pattern.name for pattern in view.target.spec.patterns()]),
             "endToEndP95Milliseconds",
         ),
+        attainment_percent=_steady_percent(attained(view.target.spec, demand), before.get("attainmentPercent")),
     )
     return measured if _dump(measured) else None
+
+
+def _steady_percent(share: float | None, before: int | None) -> int | None:
+    """Rounded down; a step of one is none."""
+    if share is None:
+        return None
+    percent = int(100 * share + 1e-9)
+    return before if before is not None and abs(percent - before) <= 1 else percent
 
 
 def _autoscaling(view: View, now: float) -> api_status.AutoscalingStatus:

@@ -15,9 +15,12 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TextIO
 
+from tidegate_engine.settings import pattern_of
 from tidegate_engine.steptime import Profile, load_profile, profile_names
 from tidegate_engine.workload import Lengths, WorkloadError, made_up, parse_lengths, poisson
 from tidegate_operator.api import InvalidSpec, ScalingMode, Spec, parse_spec
+from tidegate_operator.capacity import Targets
+from tidegate_operator.goals import pattern_targets_of, targets_of
 from tidegate_operator.objects import UnreadableInput, read_objects, read_text
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.baselines import table
@@ -26,7 +29,7 @@ from tidegate_sim.controller import Controller
 from tidegate_sim.operator_controller import OperatorController, scrape_seconds
 from tidegate_sim.replica import engine_info
 from tidegate_sim.report import html, text
-from tidegate_sim.results import Result
+from tidegate_sim.results import Result, has_met, ttft_limit
 from tidegate_sim.simulation import POINT_SECONDS, Progress, simulate
 from tidegate_sim.specification import STRICT, FleetSpec, GatewaySpec, Goals, start_times
 from tidegate_sim.traces import Counted, Cut, read
@@ -141,7 +144,7 @@ def _run(options: argparse.Namespace) -> int:
         gateway=GatewaySpec(timeout_seconds=options.timeout_seconds),
         gpu_price_per_hour=options.price,
     )
-    goals = _goals(spec)
+    goals = _goals(targets_of(spec), spec)
     plant = Plant(
         step=profile.step,
         kv_tokens=profile.kv_blocks * profile.block_tokens,
@@ -170,9 +173,9 @@ def _run(options: argparse.Namespace) -> int:
             point_seconds=max(POINT_SECONDS, arrivals[-1].at_seconds / POINTS),
             watch=progress.show,
         )
-        results.append(replace(result, controller=shown))
+        results.append(replace(judged(result, spec), controller=shown))
         progress.end()
-    _write(options, results, name=name, described=described)
+    _write(options, results, name=name, described=described, goals=_told_goals(spec))
     return 0
 
 
@@ -238,15 +241,74 @@ def _made_up(rate: float, isl: Lengths, osl: Lengths, *, seconds: float, seed: i
     return [Arrival(each.at_seconds, each.input_tokens, each.output_tokens) for each in requests]
 
 
-def _goals(spec: Spec) -> Goals:
-    """The object's own; where it has none, the usual ones."""
-    objectives = spec.objectives
+def _goals(targets: Targets, spec: Spec) -> Goals:
+    """TTFT and ITL of a request; where the object says nothing of one, the usual."""
+    ttft, itl = targets.ttft_seconds, targets.itl_seconds
     return Goals(
-        ttft_seconds=objectives.ttft.seconds if objectives.ttft else STRICT.ttft_seconds,
-        itl_seconds=objectives.inter_token_latency.seconds if objectives.inter_token_latency else STRICT.itl_seconds,
-        unloaded_factor=0.0 if objectives.ttft else STRICT.unloaded_factor,
+        ttft_seconds=STRICT.ttft_seconds if ttft is None else ttft,
+        itl_seconds=STRICT.itl_seconds if itl is None else itl,
+        unloaded_factor=STRICT.unloaded_factor if ttft is None else 0.0,
         patterns=spec.patterns(),
     )
+
+
+def _targets(spec: Spec) -> dict[str, Targets]:
+    """What is asked for a request, by pattern where that has goals of its own; `""` is for all others."""
+    common = targets_of(spec)
+    own = {name: replace(each, queue_seconds=common.queue_seconds) for name, each in pattern_targets_of(spec).own}
+    return {"": common, **own}
+
+
+def judged(result: Result, spec: Spec) -> Result:
+    """`result` by all that the object asks of a request: its class's own goals, queue and end-to-end time too."""
+    asked = {name: (targets, _goals(targets, spec)) for name, targets in _targets(spec).items()}
+    limits: dict[tuple[str, int], float] = {}
+    met = dict.fromkeys(result.patterns, 0)
+    records = result.records
+    for index, (isl, osl) in enumerate(zip(records.isl, records.osl, strict=True)):
+        pattern = pattern_of(isl, osl, result.goals.patterns)
+        own = pattern if pattern in asked else ""
+        targets, goals = asked[own]
+        limit = limits.get((own, isl))
+        if limit is None:
+            limit = limits[own, isl] = ttft_limit(isl, goals, result.fleet)
+        met[pattern] += (
+            has_met(records, index, goals, limit=limit)
+            and _is_within(records.queue[index], targets.queue_seconds)
+            and _is_within(records.ended[index] - records.at[index], targets.end_to_end_seconds)
+        )
+    return replace(
+        result,
+        overall=replace(result.overall, met=sum(met.values())),
+        patterns={name: replace(service, met=met[name]) for name, service in result.patterns.items()},
+    )
+
+
+def _is_within(seconds: float, goal_seconds: float | None) -> bool:
+    return goal_seconds is None or seconds <= goal_seconds
+
+
+def _told_goals(spec: Spec) -> list[tuple[str, str]]:
+    """The goals as facts of the report: those of all, and of each class with its own."""
+    return [
+        (
+            f"Goals of {name}" if name else "Goals",
+            f"{_told(targets, _goals(targets, spec))}, for {spec.objectives.attainment_percent} % of the requests",
+        )
+        for name, targets in _targets(spec).items()
+    ]
+
+
+def _told(targets: Targets, goals: Goals) -> str:
+    figures = (
+        ("TTFT", goals.ttft_seconds),
+        ("ITL", goals.itl_seconds),
+        ("queue time", targets.queue_seconds),
+        ("end-to-end time", targets.end_to_end_seconds),
+    )
+    least = f" (or {goals.unloaded_factor:g} x an idle replica's TTFT)" if goals.unloaded_factor else ""
+    told = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in figures if seconds is not None)
+    return told + least
 
 
 def _baseline(given: str, plant: Plant, arrivals: Sequence[Arrival]) -> Controller:
@@ -261,14 +323,21 @@ def _baseline(given: str, plant: Plant, arrivals: Sequence[Arrival]) -> Controll
         raise SimulationRefused(f"--baseline {given}: {error}") from error
 
 
-def _write(options: argparse.Namespace, results: Sequence[Result], *, name: str, described: str) -> None:
-    goals, fleet = results[0].goals, results[0].fleet
+def _write(
+    options: argparse.Namespace,
+    results: Sequence[Result],
+    *,
+    name: str,
+    described: str,
+    goals: Sequence[tuple[str, str]],
+) -> None:
+    fleet = results[0].fleet
     facts = [
         ("Object", name),
         ("Load", f"{described}; {len(results[0].records)} requests in {results[0].duration_seconds / 3600:.2f} h"),
         ("Replica", f"{fleet.profile.name}, {fleet.profile.gpus} x {fleet.profile.gpu}"),
         ("A pod starts in", f"{fleet.start.mean_seconds:g} s, {100 * fleet.start.jitter:.0f} % either way by phase"),
-        ("Goals", f"TTFT {1000 * goals.ttft_seconds:.0f} ms, ITL {1000 * goals.itl_seconds:.0f} ms, for each request"),
+        *goals,
         ("Gateway", f"{fleet.gateway.balancing}; holds requests while no pod is ready"),
         ("Seed", str(options.seed)),
     ]

@@ -8,6 +8,7 @@ is computed again. Owns the runs and the tuning; `matrix` holds what they found,
 
 import argparse
 import hashlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -18,23 +19,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import load_profile
 from tidegate_sim import bounds, evaluation_report
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.baselines.plant import Plant
 from tidegate_sim.baselines.schedule import Scheduled
 from tidegate_sim.baselines.table import clairvoyant_schedule
-from tidegate_sim.contenders import Setup, contenders, planned_settings
+from tidegate_sim.contenders import FIXED_CHOICES, Setup, contenders
 from tidegate_sim.matrix import Attempt, Figures, Matrix, Tuned, best_of
 from tidegate_sim.results import Result
 from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, Scenario, all_scenarios
 from tidegate_sim.simulation import simulate
-from tidegate_sim.specification import FleetSpec, GatewaySpec, start_times
+from tidegate_sim.sources import code_digest
+from tidegate_sim.specification import FleetSpec, GatewaySpec, MetricsOutage, start_times
 
 ATTAINMENT = 0.99
 """What tuning is for: the fewest GPU-hours that still serve so many requests in time."""
@@ -66,11 +66,11 @@ class Place:
     cache: Path
 
 
-def fleet_of(scenario: Scenario, settings: BatchSettings) -> FleetSpec:
+def fleet_of(scenario: Scenario) -> FleetSpec:
     return FleetSpec(
         load_profile(PROFILE),
         initial_replicas=scenario.initial_replicas,
-        settings=settings,
+        settings=scenario.settings,
         start=start_times(scenario.start_seconds),
         gateway=GatewaySpec(timeout_seconds=CLIENT_TIMEOUT_SECONDS),
         faults=scenario.faults,
@@ -82,21 +82,12 @@ def _workload(scenario: str, data: Path | None, seed: int) -> Sequence[Arrival]:
     return all_scenarios()[scenario].build(data, seed)
 
 
-@lru_cache(maxsize=16)
-def _settings_for(training: str, data: Path | None) -> BatchSettings:
-    """The batch settings that everybody begins with: planned for the training workload."""
-    arrivals = _workload(training, data, TUNING_SEED)
-    return planned_settings(
-        load_profile(PROFILE), arrivals, ttft_seconds=GOALS.ttft_seconds, itl_seconds=GOALS.itl_seconds
-    )
-
-
-def setup_of(scenario: Scenario, *, settings: BatchSettings, arrivals: Sequence[Arrival]) -> Setup:
+def setup_of(scenario: Scenario, arrivals: Sequence[Arrival]) -> Setup:
     profile = load_profile(PROFILE)
     plant = Plant(
         step=profile.step,
         kv_tokens=profile.kv_blocks * profile.block_tokens,
-        settings=settings,
+        settings=scenario.settings,
         ttft_seconds=GOALS.ttft_seconds,
         itl_seconds=GOALS.itl_seconds,
         start_seconds=scenario.start_seconds,
@@ -109,18 +100,17 @@ def setup_of(scenario: Scenario, *, settings: BatchSettings, arrivals: Sequence[
 def run(job: Job, place: Place) -> Figures:
     """The figures of a simulation, from the cache when it was done before."""
     scenario = all_scenarios()[job.scenario]
-    path = place.cache / f"{_digest(job, scenario, place)}.json"
+    arrivals = _workload(job.scenario, place.data, job.seed)
+    fleet, setup = fleet_of(scenario), setup_of(scenario, arrivals)
+    path = place.cache / f"{_digest(job, scenario, fleet, setup)}.json"
     if path.exists():
         return dict(json.loads(path.read_text()))
     began = time.monotonic()
-    arrivals = _workload(job.scenario, place.data, job.seed)
-    settings = _settings_for(scenario.training, place.data)
-    setup = setup_of(scenario, settings=settings, arrivals=arrivals)
     if job.policy == ORACLE:
-        figures = _oracle(scenario, setup, seed=job.seed)
+        figures = _oracle(scenario, fleet, setup, seed=job.seed)
     else:
         controller = contenders()[job.policy].make(setup, job.knob)
-        result = simulate(arrivals, fleet_of(scenario, settings), controller, seed=job.seed, goals=GOALS)
+        result = simulate(arrivals, fleet, controller, seed=job.seed, goals=GOALS)
         figures = figures_of(result, scenario)
     figures = {**figures, "job": asdict(job), "took_seconds": round(time.monotonic() - began, 2)}
     place.cache.mkdir(parents=True, exist_ok=True)
@@ -153,6 +143,7 @@ def figures_of(result: Result, scenario: Scenario) -> dict[str, Any]:
         "lb1_hours": bounds.by_whole_replicas(needs) / 3600,
         "lb2_hours": bounds.with_starts(needs, costs) / 3600,
         "lbv_hours": bounds.with_misses(needs, costs, missed_share=1 - attained) / 3600,
+        "blind_removals": _blind_removals(result),
         "events": [_aftermath(result, at) for at in scenario.events],
         "reasons": dict(result.reasons),
     }
@@ -186,14 +177,24 @@ def _aftermath(result: Result, at: float) -> dict[str, Any]:
     }
 
 
-def _oracle(scenario: Scenario, setup: Setup, *, seed: int) -> dict[str, Any]:
+def _blind_removals(result: Result) -> int:
+    """Orders for fewer replicas while metrics were missing, stale or those of some pods alone."""
+    outages = [fault for fault in result.fleet.faults if isinstance(fault, MetricsOutage)]
+    return sum(
+        change.after < change.before and outage.at_seconds <= change.at < outage.until_seconds
+        for outage in outages
+        for change in result.changes
+    )
+
+
+def _oracle(scenario: Scenario, fleet: FleetSpec, setup: Setup, *, seed: int) -> dict[str, Any]:
     """The smallest known-beforehand schedule that attains, found by bisecting its margin."""
     results: dict[float, Result] = {}
 
     def attempt(margin: float) -> bounds.Achieved:
         steps = clairvoyant_schedule(setup.plant, margin, setup.arrivals)
-        fleet = replace(fleet_of(scenario, setup.plant.settings), initial_replicas=steps[0][1])
-        result = results[margin] = simulate(setup.arrivals, fleet, Scheduled(steps), seed=seed, goals=GOALS)
+        begins = replace(fleet, initial_replicas=steps[0][1])
+        result = results[margin] = simulate(setup.arrivals, begins, Scheduled(steps), seed=seed, goals=GOALS)
         return bounds.Achieved(margin, result.attainment or 0.0, result.gpu_seconds)
 
     low, high = ORACLE_MARGINS
@@ -204,51 +205,27 @@ def _oracle(scenario: Scenario, setup: Setup, *, seed: int) -> dict[str, Any]:
 
 # --- what a result depends on ----------------------------------------------------------------------------------------
 
+SIMULATING = ("tidegate_sim.simulation", "tidegate_sim.bounds", "tidegate_sim.baselines.table")
+OTHERS_CODE = SIMULATING, ("tidegate_sim", "tidegate_engine")
+OWN_CODE = (*SIMULATING, "tidegate_sim.contenders"), ("tidegate_sim", "tidegate_engine", "tidegate_operator")
+"""Modules, and the packages whose code counts: of the operator's, baselines use no more than the shape of a sample."""
 
-def _digest(job: Job, scenario: Scenario, place: Place) -> str:
+
+def _digest(job: Job, scenario: Scenario, fleet: FleetSpec, setup: Setup) -> str:
+    """By the workload and the fleet as they are, not by the code that made them."""
     own = job.policy in contenders() and contenders()[job.policy].own
-    needed = {path for path in (scenario.needs, all_scenarios()[scenario.training].needs) if path}
+    workload = hashlib.sha256()
+    for each in setup.arrivals:
+        workload.update(repr(each).encode())
+    figuring = (figures_of, costs_of, demand_of, _aftermath, _blind_removals, _oracle)
     parts = [
-        _code(("tidegate_sim", "tidegate_engine", "tidegate_operator") if own else ("tidegate_sim", "tidegate_engine")),
-        repr(asdict(job)),
-        repr([(path, _trace(place.data / path if place.data else None)) for path in sorted(needed)]),
-        repr((ATTAINMENT, ORACLE_TRIES, ORACLE_MARGINS) if job.policy == ORACLE else ()),
+        code_digest(*(OWN_CODE if own else OTHERS_CODE)),
+        *(inspect.getsource(each) for each in figuring),
+        repr((job.policy, job.knob, job.seed, fleet, setup.plant, scenario.events, GOALS, FIXED_CHOICES)),
+        repr((ATTAINMENT, ORACLE_TRIES, ORACLE_MARGINS, LARGEST_BATCH, AFTERMATH_SECONDS)),
+        workload.hexdigest(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-REPORTING = ("evaluation.py", "evaluation_report.py", "report.py", "command.py", "charts.py")
-"""What shows results and makes none. `evaluation` itself makes jobs, which are in the digest by their fields."""
-ENGINE_PARTS = (
-    "blocks.py",
-    "host_pool.py",
-    "output_lengths.py",
-    "request.py",
-    "scheduler.py",
-    "settings.py",
-    "steptime.py",
-)
-
-
-@lru_cache(maxsize=4)
-def _code(packages: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for package in packages:
-        root = Path(str(resources.files(package)))
-        for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
-            if package == "tidegate_engine" and path.suffix == ".py" and path.name not in ENGINE_PARTS:
-                continue
-            if path.name not in REPORTING:
-                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _trace(path: Path | None) -> tuple[int, str] | None:
-    """A trace by its size and its beginning: whole days of it need not be read again."""
-    if path is None or not path.exists():
-        return None
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()
 
 
 # --- many runs -------------------------------------------------------------------------------------------------------
@@ -356,7 +333,7 @@ def evaluate(
             for scenario in runnable
             if (scenario.name, 1) in oracle_jobs
         },
-        settings={each.training: _settings_for(each.training, place.data) for each in runnable},
+        settings={each.training: each.settings for each in runnable},
         seeds=seeds,
         missing=tuple(scenario.name for scenario in missing),
     )

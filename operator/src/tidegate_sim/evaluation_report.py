@@ -4,15 +4,20 @@ Pure but for `write`. Only figures that a run gave stand in it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
 
 from tidegate_sim.matrix import Interval, Matrix, Tuned, bootstrap, paired
 from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, Scenario
+from tidegate_sim.specification import MetricsOutage
 
-OURS = "tidegate"
+OURS, HPA, FIXED_SETTINGS = "tidegate", "hpa-concurrency", "static-settings"
+BOUND_GOALS = {"S2": 1.10, "S2-full": 1.10, "S3": 1.15, "S3-full": 1.15}
+HPA_GOALS = {"S3": 0.80, "S3-full": 0.80}
+MIX_SHIFT, BY_TURNS, STEADY = "S5-0min", "S6", "S1-poisson"
+"""Poisson arrivals of 5 requests/s are, minute by minute, a steady load with a noise of 5.8 %."""
 WIDTH, HEIGHT = 900, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 170, 30, 50
 COLOURS = (
@@ -37,7 +42,8 @@ def tables(matrix: Matrix) -> str:
 
 
 def page(matrix: Matrix, *, plots: str) -> list[str]:
-    lines = ["# Evaluation", "", *method(matrix), "", "## All scenarios", "", *overview(matrix), ""]
+    lines = ["# Evaluation", "", *method(matrix), "", "## Goals", "", *goals(matrix), ""]
+    lines += ["## All scenarios", "", *overview(matrix), ""]
     lines += ["## Tuning", "", *tuning(matrix), ""]
     for training in _trainings(matrix):
         lines += [f"![Attainment over GPU-hours on {training}]({plots}/{training}.svg)", ""]
@@ -69,13 +75,68 @@ def method(matrix: Matrix) -> list[str]:
         "- **GPU-hours** run from the moment that a node takes a pod until it is gone.",
         "- **Tuned**: each policy's one knob is set on the training workload (another day, or other seeds) to the"
         " fewest GPU-hours that attain 99 %, or else to the most attainment. Every policy begins with the"
-        f" batch settings that Tidegate's planner chose for that workload ({settings}); those that can, change them.",
+        f" batch settings that were the best of a sweep on that workload ({settings}); those that can, change them.",
         "- **Over the bound**: GPU-hours over those of LB(v), the fewest that any fleet known beforehand would take for"
         " the same share of the work, with no queues and no chance. The **oracle** is the smallest schedule made"
         " beforehand with which the simulator attains 99 %: what lies between the two is the price of chance.",
         "- **Against Tidegate**: the mean difference, seed by seed, and its 95 % bootstrap interval; bold where zero"
         " lies outside.",
     ]
+
+
+def goals(matrix: Matrix) -> list[str]:
+    """What Tidegate shall reach, and what it reached, each as a mean over the seeds."""
+    lines = _row(["goal", "scenario", "reached", ""], head=True)
+    for scenario in matrix.scenarios:
+        if (scenario.name, OURS) not in matrix.figures:
+            continue
+        for goal, reached, holds in _goals_of(matrix, scenario):
+            lines += _row([goal, scenario.name, reached, "holds" if holds else "**missed**"])
+    return lines
+
+
+def _goals_of(matrix: Matrix, scenario: Scenario) -> Iterator[tuple[str, str, bool]]:
+    """Each with what was reached in words, and whether that is enough."""
+    name, figures = scenario.name, matrix.figures[scenario.name, OURS]
+
+    def mean(policy: str, figure: str) -> float:
+        return fmean(matrix.values(name, policy, figure))
+
+    attained, hours = mean(OURS, "attainment"), mean(OURS, "gpu_hours")
+    if name in BOUND_GOALS:
+        most = BOUND_GOALS[name]
+        ratio = fmean(float(each["gpu_hours"]) / float(each["lbv_hours"]) for each in figures)
+        yield f"at most {most:.2f} of the bound", f"{ratio:.2f} at {_percent(attained)}", ratio <= most
+        oracle = fmean(each["gpu_hours"] for each in matrix.oracles[name]) if name in matrix.oracles else None
+        if oracle:
+            yield f"at most {most:.2f} of the oracle", f"{hours / oracle:.2f}", hours <= most * oracle
+    if name in HPA_GOALS and (name, HPA) in matrix.figures:
+        ratio = hours / mean(HPA, "gpu_hours")
+        yield (
+            f"at most {HPA_GOALS[name]:.2f} of {HPA}, both at 99 %",
+            f"{ratio:.2f} at {_percent(attained)}, {HPA} at {_percent(mean(HPA, 'attainment'))}",
+            ratio <= HPA_GOALS[name] and attained >= 0.99,
+        )
+    if name == MIX_SHIFT:
+        recovered = [event["recovered_after"] for each in figures for event in each["events"]]
+        known, most = [each for each in recovered if each is not None], scenario.start_seconds + 60
+        yield (
+            f"well again after a shift of the mix within {most:.0f} s",
+            f"{fmean(known):.0f} s, the longest {max(known):.0f} s" if len(known) == len(recovered) else "never",
+            len(known) == len(recovered) and fmean(known) <= most,
+        )
+    if name == BY_TURNS and (name, FIXED_SETTINGS) in matrix.figures:
+        ratio = mean(OURS, "goodput_per_second") / mean(FIXED_SETTINGS, "goodput_per_second")
+        yield "1.30 of the goodput of the best settings that never move", f"{ratio:.2f}", ratio >= 1.3
+    if name == STEADY:
+        yield "no scaling an hour", f"{mean(OURS, 'scalings_per_hour'):.2f}", not mean(OURS, "scalings_per_hour")
+    if any(isinstance(fault, MetricsOutage) for fault in scenario.faults):
+        removed = sum(int(each["blind_removals"]) for each in figures)
+        yield "no replica less without metrics", f"{removed} orders in {len(figures)} runs", not removed
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def overview(matrix: Matrix) -> list[str]:

@@ -4,13 +4,14 @@ The observation is put together by what `reconcile` calls too, and the memory go
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tidegate_operator.api import Spec
-from tidegate_operator.demand import WINDOW_SECONDS, Measured, PodWindow, window_of
+from tidegate_operator.demand import WINDOW_SECONDS, PodSample, measured_of
 from tidegate_operator.observation import Decision, EngineInfo
-from tidegate_operator.observing import Workload, can_be_asked, observe
+from tidegate_operator.observing import Facts, Workload, can_be_asked, observe
 from tidegate_operator.policy import decide
+from tidegate_operator.zero import ScaleToZero
 from tidegate_sim.controller import FleetView, Order, PodView
 
 SCRAPES_PER_SYNC = 4
@@ -25,10 +26,13 @@ def scrape_seconds(spec: Spec) -> float:
 class OperatorController:
     """Carries the decision's memory as the object's status would; `last` is what was decided last."""
 
-    def __init__(self, spec: Spec, engine: EngineInfo, *, name: str = "tidegate") -> None:
+    def __init__(
+        self, spec: Spec, engine: EngineInfo, *, name: str = "tidegate", zero: ScaleToZero | None = None
+    ) -> None:
         self._spec = spec
         self._engine = engine
         self._name = name
+        self._zero = zero
         self._memory: Mapping[str, object] = {}
         self._kept_seconds = WINDOW_SECONDS + scrape_seconds(spec)
         self.last: Decision | None = None
@@ -42,19 +46,22 @@ class OperatorController:
         """The operator's own choice, which may change with each decision."""
         return self._spec.autoscaling.sync_period_seconds if self.last is None else self.last.recheck_after_seconds
 
-    def decide(self, view: FleetView) -> Order:
-        replicas = [pod.replica for pod in view.pods]
-        windows = (self._window(pod) for pod in view.pods if can_be_asked(pod.replica))
-        measured = Measured(tuple(window for window in windows if window is not None))
-        observation = observe(
-            self._spec,
+    def facts(self, view: FleetView) -> Facts:
+        """What the operator would have found."""
+        replicas = tuple(pod.replica for pod in view.pods)
+        return Facts(
             now=view.now,
             replicas=replicas,
-            measured=measured,
+            measured=measured_of({pod.replica.name: self._kept(pod) for pod in view.pods if can_be_asked(pod.replica)}),
             info=self._engine if any(map(can_be_asked, replicas)) else None,
             workload=Workload(current_replicas=view.desired_replicas),
+            held_requests=view.gateway.held,
         )
-        decision = self.last = decide(self._spec, observation, json.loads(json.dumps(dict(self._memory))))
+
+    def decide(self, view: FleetView) -> Order:
+        observation = observe(self._spec, self.facts(view))
+        memory = json.loads(json.dumps(dict(self._memory)))
+        decision = self.last = decide(self._spec, observation, memory, zero=self._zero)
         self._memory = decision.memory
         return Order(
             replicas=decision.replicas,
@@ -64,9 +71,7 @@ class OperatorController:
             message=decision.message,
         )
 
-    def _window(self, pod: PodView) -> PodWindow | None:
-        """Over what the scraper would still have."""
-        if not pod.samples:
-            return None
-        newest = pod.samples[-1].at
-        return window_of(pod.replica.name, [s for s in pod.samples if s.at >= newest - self._kept_seconds])
+    def _kept(self, pod: PodView) -> Sequence[PodSample]:
+        """What the scraper would still have."""
+        newest = pod.samples[-1].at if pod.samples else 0.0
+        return tuple(sample for sample in pod.samples if sample.at >= newest - self._kept_seconds)

@@ -51,8 +51,9 @@ def html(results: Sequence[Result], *, title: str, facts: Sequence[tuple[str, st
     parts = [
         table(("", ""), [(escape(name), escape(value)) for name, value in facts]),
         "<h2>Policies compared</h2>",
-        "<p>A request counts as within the goals when its first token came in time and its tokens followed each other "
-        "fast enough on average; of all that arrived, those refused, failed or given up among the missed.</p>",
+        "<p>A request counts as within the goals when its first token came in time, its tokens followed each other "
+        "fast enough on average, and all else that is asked of it was held; of all that arrived, those refused, failed "
+        "or given up among the missed.</p>",
         table((*HEAD, *LATENCIES), [_row(result) for result in results]),
     ]
     for result in results:
