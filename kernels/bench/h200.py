@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ SECTIONS = {
     "vllm": Section("vLLM beside it, 8B in bf16", "served", "beside", 65),
     "tune": Section("Launches tried", "tune", "run", 400),
 }
+LONG_TOKENS = 1 << 18
+"""Tokens of a KV cache from which decode attention is measured against its goal."""
 USUAL = [name for name in SECTIONS if name != "tune"]
 
 
@@ -135,16 +138,36 @@ def write_report(names: list[str], folder: Path) -> list[str]:
         if found is None:
             parts.append(f"## {title}\n\nNothing: the section ended before its first row.\n")
             continue
-        parts.append(markdown(title, found["rows"]))
+        rows = found["rows"]
+        parts.append(markdown(title, rows))
         parts += [f"Failed: {each}\n" for each in found["failed"]]
         if found["left_out"]:
             parts.append(f"{found['left_out']} rows left out for lack of time.\n")
         if found["error"]:
             parts.append(f"Ended by {found['error']}\n")
-        wrong += [f"{row['kernel']} is wrong: {row['case']}" for row in found["rows"] if row.get("passed") is False]
+        wrong += [f"{row['kernel']} is wrong: {row['case']}" for row in rows if row.get("passed") is False]
+    parts.insert(0, markdown("Goals", goals(sections)))
     (folder / "results.json").write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
     (folder / "results.md").write_text("\n".join(parts), encoding="utf-8")
     return wrong
+
+
+def goals(sections: Mapping[str, Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    """What was wanted beside what was found; None = it was not measured."""
+
+    def shares(section: str, share: str, counts: Callable[[Mapping[str, Any]], bool]) -> list[float]:
+        rows = (sections.get(section) or {"rows": ()})["rows"]
+        return [row[share] for row in rows if row.get(share) is not None and counts(row)]
+
+    attention = shares("attention", "of_copy", lambda row: int(row["batch"]) * int(row["context"]) >= LONG_TOKENS)
+    products = shares("products", "of_product", lambda row: str(row["kind"]).startswith("fp8"))
+    alone = shares("steps-bf16", "of_floor", lambda row: row["batch"] == 1)
+    return [
+        {"goal": "decode attention, of the copy's bytes/s, the least of long caches", "wanted": 0.85}
+        | {"found": min(attention, default=None)},
+        {"goal": "FP8 product, of the FP8 rate seen, the most", "wanted": 0.75, "found": max(products, default=None)},
+        {"goal": "a sequence alone in bf16, of the memory's floor", "wanted": 0.7, "found": max(alone, default=None)},
+    ]
 
 
 if __name__ == "__main__":

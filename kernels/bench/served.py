@@ -53,7 +53,7 @@ class Load:
 
 
 REAL = Load(streams=500, prompt_tokens=256, answer_tokens=128, requests=1500, warming=500, context=1024)
-TINY = Load(streams=2, prompt_tokens=4, answer_tokens=3, requests=3, warming=1, context=32)
+TINY = Load(streams=2, prompt_tokens=4, answer_tokens=3, requests=3, warming=1, context=512)
 VLLM_TOKENS = 64
 
 
@@ -105,9 +105,10 @@ def serve(flags: Sequence[str], *, rehearse: bool) -> int:
 
 def server_flags(place: Place, load: Load) -> list[str]:
     flags = ["--host", "127.0.0.1", "--port", str(PORT), "--admin-port", str(PORT + 1)]
+    flags += ["--endpoint-removal-seconds", "0", "--shutdown-timeout", "2"]
     flags += ["--served-model-name", "random-8b", "--max-num-seqs", str(max(4, load.streams))]
     if place.rehearsed:
-        return [*flags, "--device", "cpu", "--kernels", "triton", "--num-gpu-blocks-override", "40"]
+        return [*flags, "--device", "cpu", "--kernels", "triton", "--num-gpu-blocks-override", "80"]
     return [*flags, "--device", "cuda", "--max-num-batched-tokens", "4096"]
 
 
@@ -166,7 +167,10 @@ def _run_client(load: Load, report: Report, *, requests: int, answer_tokens: int
         # No request begins in the last third: those that run shall end.
         command += ["--duration", str(left * 2 / 3)]
         subprocess.run(command, check=False, timeout=left + 5, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(Path(figures.name).read_text(encoding="utf-8"))
+        written = Path(figures.name).read_text(encoding="utf-8")
+        if not written:
+            raise RuntimeError("the client measured nothing")
+        found: dict[str, Any] = json.loads(written)
         return found
 
 

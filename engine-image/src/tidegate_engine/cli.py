@@ -717,7 +717,7 @@ def _add_runner_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
     group.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu",
-        help="where the torch runner computes; cuda is proven without a GPU only, and not measured on one",
+        help="where the torch runner computes; cuda has not been run on a GPU yet, it is proven without one only",
     )  # fmt: skip
     group.add_argument(
         "--kernels", choices=("auto", "torch", "triton"), default="auto",
@@ -746,7 +746,8 @@ def _add_split_flag(group: argparse._ActionsContainer) -> None:
 def _add_precision_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype", choices=tuple(DTYPES), default="auto", metavar="TYPE",
-        help="type of activations, and of weights whose precision is not given: float32 (auto), bfloat16, float16",
+        help="type of activations, and of weights whose precision is not given: float32 (auto; on a GPU that "
+        "is bfloat16), bfloat16, float16",
     )  # fmt: skip
     group.add_argument(
         "--precision", default="auto", metavar="POLICY",

@@ -1,11 +1,13 @@
 """A model split over processes behind the HTTP server: the same tokens, and an end that everybody is told of."""
 
+import asyncio
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ import pytest
 import torch
 
 from tidegate_engine import cli
+from tidegate_engine.engine import Engine
+from tidegate_engine.engine_client import EngineClient, EngineGone
+from tidegate_engine.engine_host import host_engine
 from tidegate_engine.model_part import Work, packed, unpacked
 from tidegate_engine.ranks import RankEnd, Team, start_ranks
 from tidegate_engine.request import Window
@@ -148,6 +153,25 @@ def test_a_step_that_this_rank_did_not_finish_is_the_end_too(
 ) -> None:
     watched(wait_for_orders, lost).give_up("rank 0 of 3 failed: out of memory")
     assert lost.get(timeout=60) == (None, "rank 0 of 3 failed: out of memory")
+
+
+async def test_a_rank_that_is_lost_while_the_model_is_loaded_is_said_at_once() -> None:
+    """The first rank waits for the others in the middle of it, which never come."""
+    team, is_over = start_ranks(2, wait_for_orders, foreign=()), threading.Event()
+
+    def load() -> Engine:
+        team.tell("die")
+        is_over.wait(60)
+        raise AssertionError("nobody ended it")
+
+    end, other = socket.socketpair()
+    hosting = asyncio.create_task(host_engine(other, load, team))
+    try:
+        with pytest.raises(EngineGone, match="could not be loaded: rank 1 of 2 ended: signal SIGKILL"):
+            await EngineClient.connect(end, process=None)
+        await hosting
+    finally:
+        is_over.set()
 
 
 def test_a_step_crosses_whole() -> None:
