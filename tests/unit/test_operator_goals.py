@@ -78,7 +78,7 @@ def test_the_share_that_is_asked_for_is_the_percentile_that_is_judged() -> None:
     measured = replace(
         DEMAND, buckets={"ttft": {1.0: 0.0, 2.0: 96.0, 4.0: 100.0, math.inf: 100.0}}, ttft_p95_seconds=1.99
     )
-    goal = {"ttft": {"milliseconds": 2000}}
+    goal: dict[str, object] = {"ttft": {"milliseconds": 2000}}
     (usual,) = judge(spec_of(goal), measured)
     (strict,) = judge(spec_of(goal | {"attainmentPercent": 99}), measured)
     assert usual.seen_seconds == 1.99 and worst_ratio([usual]) < 1

@@ -271,7 +271,7 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
     def cells_of(name: str) -> dict[int, float]:
         return {int(label): value for (label,), value in totals.get(name, {}).items()}
 
-    buckets = {
+    buckets: dict[str, dict[float, float]] = {
         name: {float(label): value for (label,), value in totals[name].items()}
         for name in ("ttft", "itl", "queue")
         if name in totals
