@@ -496,6 +496,16 @@ class Objectives(LatencyObjectives):
         le=1_000_000_000,
         description="Output tokens a second that all replicas together must be able to give, whatever arrives.",
     )
+    long_prompt_factor: int = Field(
+        default=3,
+        ge=0,
+        le=100,
+        description=(
+            "The first token of a prompt may take so many times as long as on an idle replica, where that is more than"
+            " the goal ttft: no number of replicas reads a long prompt faster. 0: the goal holds for prompts of any"
+            " length."
+        ),
+    )
     priority: Priority = Field(
         default=Priority.LATENCY,
         description=(

@@ -47,13 +47,13 @@ def in_short(key: str) -> str:
 
 def targets_of(spec: Spec) -> Targets:
     """The goals of all requests whose class has none of its own."""
-    return _targets(spec.objectives, spec.objectives.queue_time)
+    return _targets(spec.objectives, spec.objectives.long_prompt_factor, spec.objectives.queue_time)
 
 
 def pattern_targets_of(spec: Spec) -> PatternTargets:
     """The goals of the classes that have their own; what a class does not give is the object's."""
     own = tuple(
-        (item.name, _targets(_inherited(item.objectives, spec.objectives)))
+        (item.name, _targets(_inherited(item.objectives, spec.objectives), spec.objectives.long_prompt_factor))
         for item in spec.traffic_classes
         if item.objectives is not None
     )
@@ -76,12 +76,13 @@ def _inherited(own: LatencyObjectives, common: LatencyObjectives) -> LatencyObje
     return LatencyObjectives(**given)
 
 
-def _targets(goals: LatencyObjectives, queue: Objective | None = None) -> Targets:
+def _targets(goals: LatencyObjectives, idle_factor: int, queue: Objective | None = None) -> Targets:
     return Targets(
         ttft_seconds=goals.ttft.seconds if goals.ttft else None,
         itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
         queue_seconds=queue.seconds if queue else None,
         end_to_end_seconds=goals.end_to_end.seconds if goals.end_to_end else None,
+        idle_factor=float(idle_factor),
     )
 
 
@@ -112,6 +113,17 @@ def judge(spec: Spec, demand: Demand) -> tuple[Judged, ...]:
         return at_once[key] if key in at_once else seen_of(demand, name, [pattern] if pattern else rest)
 
     return tuple(replace(item, seen_seconds=seen(item.key)) for item in goals_of(spec))
+
+
+def eased(judged: Sequence[Judged], allowed: Mapping[str, float]) -> tuple[Judged, ...]:
+    """The goals with what `Capacity.allowed` adds for long prompts."""
+    return tuple(replace(item, goal_seconds=max(item.goal_seconds, allowed.get(item.key, 0.0))) for item in judged)
+
+
+def allowed_in(inputs: Mapping[str, float]) -> dict[str, float]:
+    """`Capacity.allowed` out of the figures of a decision (`allowed_KEY_seconds`)."""
+    names = {name: name.removeprefix("allowed_").removesuffix("_seconds") for name in inputs}
+    return {key: inputs[name] for name, key in names.items() if name == f"allowed_{key}_seconds"}
 
 
 def seen_of(demand: Demand, figure: str, patterns: Sequence[str]) -> float | None:
