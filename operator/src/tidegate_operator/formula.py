@@ -92,9 +92,11 @@ def _by_model(inputs: Inputs) -> Needs:
     current, lost = inputs["currentReplicas"], inputs.get("lostReplicas", 0.0)
     asked = needed_ahead(inputs)
     serving = max(1.0, current - lost)
+    is_short = asked / serving > 1 + _tolerance(inputs, "scaleUp")
     # A pod that cannot start is no supply; more than one in its place would be a storm.
-    up = math.ceil(asked - ALMOST) + min(1, int(lost)) if asked / serving > 1 + _tolerance(inputs, "scaleUp") else 1
-    kept = needed(inputs) + inputs["unseenReplicas"]
+    instead = min(1, int(lost)) if is_short else 0
+    up = math.ceil(asked - ALMOST) + instead if is_short else 1
+    kept = needed(inputs) + inputs["unseenReplicas"] + instead
     is_surplus = kept < current * (1 - _tolerance(inputs, "scaleDown"))
     down = math.ceil(kept - ALMOST) if is_surplus else int(current)
     return Needs(max(1, up), max(1, down, int(inputs["replicasToFit"])))
