@@ -183,6 +183,7 @@ def the_sum(inputs: formula.Inputs) -> Iterable[str]:
         yield (
             f"    needed = (arrivals {arrivals:g}{foreseen} + backlog {backlog:g}) req/s / (capacity {capacity:g} x"
             f" correction {correction:g} x (1 - headroom {headroom:g} %)) = {formula.needed(inputs):.2f} replicas"
+            + (f" as capacity rises to {inputs[formula.POOLED]:g} in a pool" if formula.POOLED in inputs else "")
         )
     try:
         needs = formula.needs(inputs)
