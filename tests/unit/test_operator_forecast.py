@@ -15,6 +15,7 @@ from tidegate_operator.forecast import (
     LARGEST,
     MAX_STEPS,
     Forecast,
+    Record,
     dump_forecast,
     foresee,
     interrupt,
@@ -80,6 +81,57 @@ def test_a_rise_at_the_same_time_every_day_is_foreseen_once_it_has_proven_itself
     assert all(office(at + LEAD + 300) > office(at) or office(at - 90) < office(at) for at in seen.early)
 
 
+def working_week(elapsed: float) -> float:
+    """The first midnight is a Wednesday's."""
+    return office(elapsed) if (elapsed // DAY + 2) % 7 < 5 else RATE
+
+
+def week_of(times: list[float], week: int) -> list[float]:
+    return [at for at in times if week * 7 <= at / DAY < (week + 1) * 7]
+
+
+def is_weekend(elapsed: float) -> bool:
+    return (elapsed // DAY + 2) % 7 >= 5
+
+
+def test_a_weekend_is_no_working_day_once_the_week_has_proven_itself() -> None:
+    seen = watch(working_week, days=21)
+    taken_in = [at for at in week_of(seen.early, 0) if is_weekend(at)]
+    assert taken_in, "the day alone takes the first Saturday for a Friday"
+    early = week_of(seen.early, 2)
+    assert not [at for at in early if is_weekend(at)]
+    for day in (0, 1, 2, 5, 6):  # Wednesday to Friday, Monday and Tuesday
+        for opening in (9 * HOUR, 13 * HOUR):
+            start = (14 + day) * DAY + opening
+            assert [at for at in early if start - LEAD - PERIOD <= at < start], (day, opening)
+    assert len(json.dumps(dump_forecast(seen.state))) < 1500
+
+
+def test_where_all_days_are_alike_the_week_is_never_asked() -> None:
+    seen = watch(office, days=18)
+    assert seen.state.records[2].belief == 0.0 and seen.state.records[2].awaited is None
+    assert len(seen.state.week_steps) == 7 * 4
+
+
+def test_before_a_whole_week_was_watched_the_week_says_nothing() -> None:
+    seen = watch(working_week, days=6.9)
+    assert seen.state.week_steps and seen.state.records[2] == Record()
+    broken = interrupt(seen.state)
+    assert broken.week_since is None and broken.week_steps == seen.state.week_steps
+    back = observe(broken, now=MIDNIGHT + 7 * DAY, work=RATE, requests=1000, lead_seconds=LEAD)
+    assert back.week_since == (MIDNIGHT + 7 * DAY) // 300
+    assert interrupt(watch(working_week, days=7.1).state).week_since == 0, "once whole, a break takes nothing from it"
+
+
+def test_a_new_habit_of_every_day_is_foreseen_though_the_week_does_not_know_it() -> None:
+    def with_evenings(elapsed: float) -> float:
+        return 4 * RATE if elapsed >= 21 * DAY and 20 <= elapsed % DAY / HOUR < 22 else working_week(elapsed)
+
+    seen = watch(with_evenings, days=23.9)
+    start = 23 * DAY + 20 * HOUR
+    assert [at for at in seen.early if start - LEAD - PERIOD <= at < start], "after two evenings, not after weeks"
+
+
 def test_what_is_foreseen_is_bounded_by_twice_the_present_level() -> None:
     seen = watch(lambda elapsed: 10 * RATE if 9 <= elapsed % DAY / HOUR < 12 else RATE, days=5)
     foreseen = foresee(seen.state, now=MIDNIGHT + 5 * DAY + 9 * HOUR - 60, lead_seconds=LEAD)
@@ -137,7 +189,7 @@ def test_no_load_and_few_requests_say_nothing() -> None:
     assert observe(few, now=MIDNIGHT + 15, work=0.4, requests=12, lead_seconds=LEAD) == few
 
 
-times = st.floats(0, 3 * DAY)
+times = st.floats(0, 20 * DAY)
 looks = st.lists(st.tuples(times, st.floats(0.01, 1000), st.booleans()), max_size=60)
 
 
@@ -153,7 +205,8 @@ def test_the_state_stays_small_and_whole_whatever_comes(looks: list[tuple[float,
         assert 0 <= foreseen.work <= math.exp(state.level + LARGEST) * 1.001
         assert all(-1 <= record.belief <= 1 for record in state.records)
     text = json.dumps(dump_forecast(state))
-    assert load_forecast(json.loads(text)) == state and len(state.steps) <= MAX_STEPS and len(text) < 2000
+    assert load_forecast(json.loads(text)) == state and len(text) < 4000
+    assert len(state.steps) <= MAX_STEPS and len(state.week_steps) <= MAX_STEPS
 
 
 @pytest.mark.parametrize("unit", [math.exp(-7), math.exp(4)])

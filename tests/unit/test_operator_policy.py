@@ -15,6 +15,7 @@ from tidegate_engine.settings import BatchSettings, find_violation
 from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.api import Spec, parse_spec
 from tidegate_operator.forecast import SLOT_SECONDS, SLOTS, Forecast, Record, dump_forecast
+from tidegate_operator.formula import carried, replicas_for
 from tidegate_operator.memory import dump_memory, load_memory
 from tidegate_operator.observation import (
     Action,
@@ -134,7 +135,8 @@ def filled_memory(spec: Spec, observation: Observation, *, seconds: float = 700)
 def at_capacity(spec: Spec, replicas: float) -> Demand:
     """Load that needs `replicas` with the headroom."""
     keep = 1 - spec.autoscaling.headroom_percent / 100
-    return demand_of(capacity_of_one(spec) * keep * replicas)
+    figures = decide(spec, seen(demand_of(1.0), ready=1), {}).inputs
+    return demand_of(carried(figures["capacityPerReplica"], figures["capacityInPool"], replicas) * keep)
 
 
 # --- who decides
@@ -257,9 +259,10 @@ def test_the_wanted_number_is_load_over_usable_capacity() -> None:
     decision = decide(spec, seen(at_capacity(spec, 3.4), ready=2), {})
     assert (decision.replicas, decision.wanted_replicas, decision.reason) == (4, 4, "DemandAboveCapacity")
     figures = decision.inputs
-    usable = figures["capacityPerReplica"] * figures["correction"] * (1 - figures["headroomPercent"] / 100)
+    share = figures["correction"] * (1 - figures["headroomPercent"] / 100)
     load = figures["arrivalsPerSecond"] + figures["backlogPerSecond"]
-    assert math.ceil(load / usable) == decision.wanted_replicas
+    needed = replicas_for(load, figures["capacityPerReplica"] * share, figures["capacityInPool"] * share)
+    assert math.ceil(needed) == decision.wanted_replicas
 
 
 def test_the_same_request_rate_needs_more_replicas_when_prompts_grow() -> None:
@@ -291,8 +294,8 @@ def test_a_small_lack_is_tolerated(needed: float, expected: int) -> None:
     assert decide(spec, seen(at_capacity(spec, needed), ready=2), {}).replicas == expected
 
 
-@pytest.mark.parametrize(("needed", "expected"), [(1.95, 3), (1.7, 2)])
-def test_fewer_replicas_must_hold_the_load_with_a_margin(needed: float, expected: int) -> None:
+@pytest.mark.parametrize(("needed", "expected"), [(2.05, 3), (1.95, 2)])
+def test_fewer_replicas_must_hold_the_load(needed: float, expected: int) -> None:
     spec = spec_of()
     observation = seen(at_capacity(spec, needed), ready=3)
     assert decide(spec, observation, filled_memory(spec, observation)).replicas == expected
@@ -648,7 +651,7 @@ def foreseen_forecast(
         level=level,
         checked=slot,
         steps=(((slot + 1) % SLOTS, step),),
-        records=(Record(belief), Record()),
+        records=(Record(belief), Record(), Record()),
     )
     return {"forecast": dump_forecast(forecast)}
 

@@ -269,7 +269,7 @@ def test_objectives_are_judged_with_a_margin_on_the_way_back() -> None:
 def test_the_share_that_is_asked_for_is_told_and_judged() -> None:
     def built(late: float, previous: dict[str, Any] | None = None, **asked: int) -> dict[str, Any]:
         buckets = {"ttft": {0.25: 0.0, 0.5: 100.0 - late, 1.0: 100.0, math.inf: 100.0}}
-        goal = {"objectives": {"ttft": {"milliseconds": 500}, **asked}}
+        goal: dict[str, Any] = {"objectives": {"ttft": {"milliseconds": 500}, **asked}}
         return build(seen(pod(), demand=demand(buckets=buckets)), previous=previous, **goal)
 
     assert condition(built(3.0), "ObjectivesMet")["status"] == "True"

@@ -1,11 +1,13 @@
-"""Foreseeing the arriving work over the time that a replica needs to start: by the time of the day, and by the trend.
+"""Foreseeing the arriving work over the time that a replica needs to start: by the time of day or week, or the trend.
 
-Pure. Two ways, each with a record of its own past forecasts; one is believed only while that record says that it beats
-"no change". A forecast only ever adds. The state is a few hundred numbers at most, and changes only when the load moves
-by a real step: under a steady load nothing is written. Kept in `memory`, called by `policy`.
+Pure. Three ways, each with a record of its own past forecasts. Day and trend are believed only while that record says
+that they beat "no change". The week is believed only while it beats what is said without it, as where weekends differ,
+and then stands in place of the day. A forecast only ever adds. The state is a few hundred numbers at most, and changes
+only when the load moves by a real step: under a steady load nothing is written. Kept in `memory`, called by `policy`.
 
-Levels are natural logarithms of work, so that steps are ratios. A day is cut into slots; `steps` says by how much the
-level moves in a slot, so a lasting change of the level is one step on one day, which the following days forget.
+Levels are natural logarithms of work, so that steps are ratios. Time is cut into slots; `steps` says by how much the
+level moves in a slot of the day, `week_steps` in one of the week, so a lasting change of the level is one step once,
+which the following days and weeks forget.
 """
 
 import math
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 
 SLOT_SECONDS = 300
 SLOTS = 86_400 // SLOT_SECONDS
+WEEK_SLOTS = 7 * SLOTS
 MOVE = 0.3
 """A smaller change of the level is none."""
 NOISE_DEVIATIONS = 6
@@ -24,6 +27,7 @@ LEARNING = 0.5
 """Weight of the newest day against those before."""
 FORGOTTEN = 0.15
 MAX_STEPS = 96
+"""Of a day, and of a week; the smallest are left out."""
 MATTERS = 0.1
 """A smaller rise is not foreseen: the tolerance of the scaling would not follow it."""
 LARGEST = math.log(2)
@@ -31,14 +35,14 @@ LARGEST = math.log(2)
 BELIEVED = 0.4
 GAINED, LOST = 0.2, 0.5
 """Weight of a forecast that was better than no change, and of one that was worse: belief comes slowly, goes quickly."""
-WAYS = ("season", "trend")
+WAYS = ("season", "trend", "week")
 TREND_SECONDS = 3 * SLOT_SECONDS
 """Two moves further apart make no trend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A forecast whose time has not come: the level when it was made, and the one that it foretold."""
+    """A forecast whose time has not come: the level that it must beat, and the one that it foretold."""
 
     due: float
     base: float
@@ -47,7 +51,8 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of the forecasts of one way: 1 when all were exact, 0 when no change was as good, -1 at worst."""
+    """What became of the forecasts of one way: 1 when all were exact, 0 when what they must beat was as good, -1 at
+    worst."""
 
     belief: float = 0.0
     awaited: Awaited | None = None
@@ -67,7 +72,12 @@ class Forecast:
     """Slots before this one have been compared with `steps`."""
     steps: tuple[tuple[int, float], ...] = ()
     """Slots of the day in which the level moves, and by how much."""
-    records: tuple[Record, ...] = (Record(), Record())
+    week_steps: tuple[tuple[int, float], ...] = ()
+    """Likewise of the week."""
+    week_since: int | None = None
+    """The slot since which the week is watched without a break; 0 once it was whole: before, what it does not know of
+    may be a step all the same."""
+    records: tuple[Record, ...] = (Record(), Record(), Record())
     """Of `WAYS`."""
 
 
@@ -83,12 +93,12 @@ def foresee(state: Forecast, *, now: float, lead_seconds: float) -> Foreseen:
     """What is believed of the time until `now + lead_seconds`."""
     if state.level is None:
         return Foreseen()
-    rises = (_season_rise(state, now, lead_seconds), _trend_rise(state, now, lead_seconds))
-    believed = [
-        (rise, way)
-        for way, record, rise in zip(WAYS, state.records, rises, strict=True)
-        if record.belief >= BELIEVED and rise > MATTERS
-    ]
+    seasonal = _season(state, now, lead_seconds)
+    week = _week_rise(state, now, lead_seconds)
+    if week is not None and _is_believed(state, "week"):
+        seasonal = week, "week"
+    trend = (_trend_rise(state, now, lead_seconds), "trend") if _is_believed(state, "trend") else (0.0, "")
+    believed = [(rise, way) for rise, way in (seasonal, trend) if rise > MATTERS]
     if not believed:
         return Foreseen()
     rise, way = max(believed)
@@ -102,9 +112,12 @@ def observe(state: Forecast, *, now: float, work: float, requests: float, lead_s
     level = math.log(work * max(1.0, MIN_REQUESTS / requests))
     slot = int(now // SLOT_SECONDS)
     if state.level is None:
-        return replace(state, level=round(level, 2), checked=slot)
+        since = slot if state.week_since is None else state.week_since
+        return replace(state, level=round(level, 2), checked=slot, week_since=since)
     state = replace(state, records=tuple(_judge(record, now, level) for record in state.records))
     state = _learn(state, slot)
+    if state.week_since and slot - state.week_since >= WEEK_SLOTS:
+        state = replace(state, week_since=0)
     noise = NOISE_DEVIATIONS / math.sqrt(max(requests, MIN_REQUESTS))
     if abs(level - (state.level or 0.0)) > max(MOVE, noise):
         state = _move(state, now, level)
@@ -116,7 +129,8 @@ def interrupt(state: Forecast) -> Forecast:
     if state.level is None:
         return state
     records = tuple(replace(record, awaited=None) for record in state.records)
-    return replace(state, level=None, moves=(), today=None, checked=None, records=records)
+    since = None if state.week_since else state.week_since
+    return replace(state, level=None, moves=(), today=None, checked=None, week_since=since, records=records)
 
 
 def _move(state: Forecast, now: float, level: float) -> Forecast:
@@ -130,33 +144,71 @@ def _move(state: Forecast, now: float, level: float) -> Forecast:
 
 
 def _learn(state: Forecast, slot: int) -> Forecast:
-    """Compare the slots that have passed with what the day was thought to be."""
-    first = max(slot if state.checked is None else state.checked, slot - SLOTS)
-    moved = {state.today[0]: state.today[1]} if state.today is not None and state.today[0] < slot else {}
-    passed = {past % SLOTS: past for past in range(first, slot)}
-    known = dict(state.steps)
-    if not moved and not any(place in known for place in passed):
+    """Compare the slots that have passed with what the day and the week were thought to be."""
+    moved = state.today if state.today is not None and state.today[0] < slot else None
+    first = slot if state.checked is None else state.checked
+    steps = _learned(state.steps, SLOTS, range(first, slot), moved)
+    week_steps = _learned(state.week_steps, WEEK_SLOTS, range(first, slot), moved)
+    if moved is None and steps is None and week_steps is None:
         return state
-    for place, past in passed.items():
-        actual = moved.get(past, 0.0)
-        if place in known:
-            known[place] = round((1 - LEARNING) * known[place] + LEARNING * actual, 2)
-        elif actual:
-            known[place] = actual
-    steps = sorted(known.items(), key=lambda item: (-abs(item[1]), item[0]))[:MAX_STEPS]
-    kept = tuple(sorted((place, step) for place, step in steps if abs(step) >= FORGOTTEN))
-    return replace(state, steps=kept, checked=slot, today=None if moved else state.today)
+    return replace(
+        state,
+        steps=state.steps if steps is None else steps,
+        week_steps=state.week_steps if week_steps is None else week_steps,
+        checked=slot,
+        today=state.today if moved is None else None,
+    )
 
 
-def _season_rise(state: Forecast, now: float, lead_seconds: float) -> float:
-    """The highest that the day's steps lead to within the lead; what is left of the present slot's included."""
+def _learned(
+    steps: tuple[tuple[int, float], ...], period: int, passed: range, moved: tuple[int, float] | None
+) -> tuple[tuple[int, float], ...] | None:
+    """The steps of a period of so many slots, after the passed ones, of which one moved; None where nothing is new."""
+    known = dict(steps)
+    passed = passed[-period:]
+    news: dict[int, float] = {}
+    for place, step in steps:
+        last = passed.stop - 1 - (passed.stop - 1 - place) % period
+        if last in passed:
+            actual = moved[1] if moved is not None and moved[0] == last else 0.0
+            news[place] = round((1 - LEARNING) * step + LEARNING * actual, 2)
+    if moved is not None and moved[1] and moved[0] in passed:
+        news.setdefault(moved[0] % period, moved[1])
+    if not news:
+        return None
+    largest = sorted((known | news).items(), key=lambda item: (-abs(item[1]), item[0]))[:MAX_STEPS]
+    return tuple(sorted((place, step) for place, step in largest if abs(step) >= FORGOTTEN))
+
+
+def _is_believed(state: Forecast, way: str) -> bool:
+    return state.records[WAYS.index(way)].belief >= BELIEVED
+
+
+def _season(state: Forecast, now: float, lead_seconds: float) -> tuple[float, str]:
+    """The rise that the day is believed to bring."""
+    if not _is_believed(state, "season"):
+        return 0.0, ""
+    return _rise(state, state.steps, SLOTS, now=now, lead_seconds=lead_seconds), "season"
+
+
+def _week_rise(state: Forecast, now: float, lead_seconds: float) -> float | None:
+    """The rise that the week brings; None before a whole one was watched."""
+    if state.week_since != 0:
+        return None
+    return _rise(state, state.week_steps, WEEK_SLOTS, now=now, lead_seconds=lead_seconds)
+
+
+def _rise(
+    state: Forecast, steps: tuple[tuple[int, float], ...], period: int, *, now: float, lead_seconds: float
+) -> float:
+    """The highest that the steps lead to within the lead; what is left of the present slot's included."""
     slot = int(now // SLOT_SECONDS)
-    known = dict(state.steps)
+    known = dict(steps)
     done = state.today[1] if state.today is not None and state.today[0] == slot else 0.0
-    left = known.get(slot % SLOTS, 0.0) - done
-    total = highest = max(0.0, left) if known.get(slot % SLOTS, 0.0) > 0 else 0.0
+    present = known.get(slot % period, 0.0)
+    total = highest = max(0.0, present - done) if present > 0 else 0.0
     for coming in range(slot + 1, int((now + lead_seconds) // SLOT_SECONDS) + 1):
-        total += known.get(coming % SLOTS, 0.0)
+        total += known.get(coming % period, 0.0)
         highest = max(highest, total)
     return highest
 
@@ -173,28 +225,33 @@ def _trend_rise(state: Forecast, now: float, lead_seconds: float) -> float:
 
 
 def _foretell(state: Forecast, now: float, level: float, *, lead_seconds: float) -> Forecast:
-    """Write down what each way says, believed or not, where it says anything and no other forecast is awaited."""
+    """Write down what each way says, believed or not, where that is something and no other forecast is awaited."""
     slot_end = (int((now + lead_seconds) // SLOT_SECONDS) + 1.0) * SLOT_SECONDS
+    season = _rise(state, state.steps, SLOTS, now=now, lead_seconds=lead_seconds)
+    without_week, _ = _season(state, now, lead_seconds)
+    week = _week_rise(state, now, lead_seconds)
     ways = (
-        (_season_rise(state, now, lead_seconds), slot_end),
-        (_trend_rise(state, now, lead_seconds), now + lead_seconds),
+        (0.0, season, slot_end),
+        (0.0, max(0.0, _trend_rise(state, now, lead_seconds)), now + lead_seconds),
+        (without_week, without_week if week is None else week, slot_end),
     )
     records = []
-    for record, (rise, due) in zip(state.records, ways, strict=True):
-        if record.awaited is None and rise > MATTERS:
-            foretold = Awaited(float(round(due)), round(level, 2), round(level + min(rise, LARGEST), 2))
+    for record, (other, rise, due) in zip(state.records, ways, strict=True):
+        other, rise = min(other, LARGEST), min(rise, LARGEST)
+        if record.awaited is None and abs(rise - other) > MATTERS:
+            foretold = Awaited(float(round(due)), round(level + other, 2), round(level + rise, 2))
             record = replace(record, awaited=foretold)
         records.append(record)
     return replace(state, records=tuple(records))
 
 
 def _judge(record: Record, now: float, level: float) -> Record:
-    """Where a forecast is due: was it nearer to what came than no change? One that is long overdue tells nothing."""
+    """Where a forecast is due: was it nearer to what came than what it must beat? A long overdue one tells nothing."""
     awaited, belief = record.awaited, record.belief
     if awaited is None or now < awaited.due:
         return record
     if now - awaited.due <= SLOT_SECONDS:
-        rise = awaited.level - awaited.base
+        rise = abs(awaited.level - awaited.base)
         gain = (abs(level - awaited.base) - abs(level - awaited.level)) / rise
         weight = (GAINED if gain > 0 else LOST) * min(1.0, rise / LARGEST)
         belief = round((1 - weight) * belief + weight * gain, 2)
@@ -212,6 +269,8 @@ def dump_forecast(state: Forecast) -> dict[str, object]:
         "today": None if state.today is None else list(state.today),
         "checked": state.checked,
         "steps": [list(step) for step in state.steps] or None,
+        "weekSteps": [list(step) for step in state.week_steps] or None,
+        "weekSince": state.week_since,
         **{way: _dump_record(record) for way, record in zip(WAYS, state.records, strict=True)},
     }
     return {name: value for name, value in data.items() if value is not None}
@@ -231,12 +290,15 @@ def load_forecast(data: object) -> Forecast:
     if not isinstance(data, Mapping):
         raise TypeError("a forecast is an object")
     today, level, checked = data.get("today"), data.get("level"), data.get("checked")
+    since = data.get("weekSince")
     return Forecast(
         level=None if level is None else float(level),
         moves=tuple((float(at), float(to)) for at, to in _rows(data, "moves"))[-2:],
         today=None if today is None else (int(today[0]), float(today[1])),
         checked=None if checked is None else int(checked),
         steps=tuple((int(slot) % SLOTS, float(step)) for slot, step in _rows(data, "steps"))[:MAX_STEPS],
+        week_steps=tuple((int(slot) % WEEK_SLOTS, float(step)) for slot, step in _rows(data, "weekSteps"))[:MAX_STEPS],
+        week_since=None if since is None else int(since),
         records=tuple(_load_record(data.get(way)) for way in WAYS),
     )
 

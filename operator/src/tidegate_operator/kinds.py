@@ -166,21 +166,23 @@ class _Supply:
         return self.usable * max(0, self.context.current - self.absent)
 
 
-def _supply_of(context: Context, *, missed: int) -> _Supply:
+def _supply_of(context: Context, *, missed: int, pool: int) -> _Supply:
+    """`pool` is how many replicas of all kinds share what they keep free for chance."""
     observation, capacity = context.observation, context.capacity
     figures = {
         "correction": context.memory.correction,
         "headroomPercent": headroom_percent(context.spec),
         "capacityPerReplica": figure(capacity.requests_per_second) if capacity else 0.0,
+        "capacityInPool": figure(capacity.pooled_per_second) if capacity else 0.0,
         **context.inputs,
     }
     # What misses goals that another kind reaches is no way to serve this mix.
-    usable = formula.usable(figures) if capacity and len(capacity.unreachable) <= missed else 0.0
+    usable = formula.carried_by(figures, pool) / pool if capacity and len(capacity.unreachable) <= missed else 0.0
     stuck = observation.count(*WAITING_PHASES)
     return _Supply(
         context=context,
         usable=usable,
-        planned=max(usable, formula.usable(figures, "plannedCapacityPerReplica") if usable else 0.0),
+        planned=max(usable, formula.carried_ahead(figures, pool) / pool if usable else 0.0),
         absent=stuck + min(1, int(figures["lostReplicas"])),
         stuck=stuck,
         unseen=int(figures["unseenReplicas"]),
@@ -194,7 +196,8 @@ def _split(
 ) -> tuple[dict[str, Context], str, str]:
     """Each kind with its share of the load as what is wanted of it; the reason, and the sentence about it."""
     missed = min(len(context.capacity.unreachable) for context in contexts.values() if context.capacity)
-    supplies = {name: _supply_of(context, missed=missed) for name, context in contexts.items()}
+    pool = max(1, sum(context.current for context in contexts.values()))
+    supplies = {name: _supply_of(context, missed=missed, pool=pool) for name, context in contexts.items()}
     load = _load_of(supplies, foreseen=foreseen)
     behavior = next(iter(contexts.values())).spec.autoscaling.behavior
     supply = sum(each.serving for each in supplies.values())

@@ -21,6 +21,7 @@ from tidegate_operator.capacity import Capacity, Scenario, capacity_of, scenario
 from tidegate_operator.forecast import Foreseen, foresee, interrupt, observe
 from tidegate_operator.formula import Needs, figure
 from tidegate_operator.goals import (
+    eased,
     headroom_percent,
     in_short,
     judge,
@@ -331,7 +332,9 @@ def correct_by_measurement(context: Context) -> Context:
     enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
     if not settled or not enough or credited(context.spec, context.observation):
         return context
-    miss = worst_ratio(judge(context.spec, demand), without=capacity.unreachable)
+    allowed = dict(capacity.allowed)
+    judged = eased(judge(context.spec, demand), allowed)
+    miss = worst_ratio(judged, without=[key for key in capacity.unreachable if key not in allowed])
     figures = figures_of(context, demand, capacity)
     estimate = formula.needs(figures)
     enough_seen = estimate is not None and estimate.up <= context.current
@@ -339,7 +342,8 @@ def correct_by_measurement(context: Context) -> Context:
         return context
     # By the measured ratio in bounded steps, but at least so far that one more replica is the answer.
     tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    one_more = memory.correction * formula.needed(figures) / (context.current * tolerance) * 0.999
+    carried = formula.carried_by(figures, context.current * tolerance)
+    one_more = memory.correction * formula.load(figures) / carried * 0.999
     correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
     return replace(context, memory=replace(memory, correction=correction, corrected_at=now, corrected_for=mix))
 
@@ -359,6 +363,7 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         "arrivalsPerSecond": arrivals,
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
+        "capacityInPool": capacity.pooled_per_second,
         "correction": memory.correction,
         "headroomPercent": headroom_percent(spec),
         "drainSeconds": drain,
@@ -370,6 +375,7 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         figures["floorPerSecond"] = floor / answer
     if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
         figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
+        figures["plannedCapacityInPool"] = plan.capacity.pooled_per_second
     if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
         figures["forecastPerSecond"] = context.foreseen.work / context.scene.marginal_seconds
     return {name: figure(value) for name, value in figures.items()}
@@ -401,8 +407,10 @@ def backlog_requests(context: Context, demand: Demand, capacity: Capacity) -> fl
     target, seen = context.spec.objectives.ttft, demand.ttft_p95_seconds
     if target is None or seen is None:
         return waiting
-    crowd = demand.running - capacity.running * context.observation.count(ReplicaPhase.READY)
-    return waiting + max(0.0, min(crowd, arrivals * (seen - target.seconds)))
+    alone, pooled, ready = capacity.requests_per_second, capacity.pooled_per_second, demand.pods_covered
+    usual = capacity.running * formula.carried(1.0, pooled / alone if alone > 0 else 1.0, ready)
+    allowed = max(target.seconds, dict(capacity.allowed).get("ttft", 0.0))
+    return waiting + max(0.0, min(demand.running - usual, arrivals * (seen - allowed)))
 
 
 def allowed_wait_seconds(spec: Spec) -> float:
@@ -448,6 +456,7 @@ def need_by_model(context: Context) -> Context:
         return context
     figures = figures_of(context, demand, capacity)
     needed = formula.needed(figures)
+    each = formula.carried(capacity.requests_per_second, capacity.pooled_per_second, needed) / needed if needed else 0.0
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
     arriving = f"{figures['arrivalsPerSecond']:.3g}"
     if "forecastPerSecond" in figures:
@@ -457,7 +466,7 @@ def need_by_model(context: Context) -> Context:
         arriving = f"{floor:.3g} as outputTokensPerSecond asks"
     message = (
         f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
-        f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
+        f"{each or figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
         f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
@@ -845,6 +854,8 @@ def _inputs(context: Context) -> dict[str, float]:
         figures["idleItlSeconds"] = capacity.idle_itl_seconds
         for name in capacity.unreachable:
             figures[f"unreachable_{name}"] = 1.0
+        for name, seconds in capacity.allowed:
+            figures[f"allowed_{name}_seconds"] = formula.figure(seconds)
     for name, value in context.memory.effect.items():
         figures[f"effect_{name}"] = value
     trial = context.memory.trial

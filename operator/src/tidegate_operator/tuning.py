@@ -26,7 +26,7 @@ from tidegate_operator.capacity import (
     score_of,
 )
 from tidegate_operator.demand import WINDOW_SECONDS
-from tidegate_operator.goals import Judged, goals_of, judge, miss_of
+from tidegate_operator.goals import Judged, eased, goals_of, judge, miss_of
 from tidegate_operator.memory import Memory, Trial
 from tidegate_operator.observation import Demand, Observation, ReplicaPhase
 
@@ -153,7 +153,9 @@ def judge_trial(
         **{f"measured_{name}": value for name, value in measured.items() if name.endswith("_seconds")},
     }
     memory = replace(tuning.memory, trial=None, effect=effect)
-    if verification and applied and got_worse(spec, before=trial.measured, after=measured):
+    allowed = dict(capacity_of(scene, tuning.settings).allowed) if scene else {}
+    goals = eased(goals_of(spec), allowed)
+    if verification and applied and got_worse(goals, before=trial.measured, after=measured):
         until = now + COOLDOWN_FACTOR * verification
         memory = replace(memory, cooldown_until=until, settled=())
         return _change(
@@ -172,20 +174,15 @@ def judge_trial(
     return replace(tuning, memory=memory, hold_reason="SettingsVerified", message=message)
 
 
-def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+def got_worse(goals: Sequence[Judged], *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
     """Whether an objective is missed now and was not, or less so, under a comparable load."""
     if not comparable(before, after):
         return False
-    judged = goals_in(spec, after)
+    judged = list(goals)
     if before.get("late"):
         # A backlog shows in the waits of those that leave it: they say nothing about the settings that drain it.
         judged = [item for item in judged if item.key.startswith("itl")]
     return miss_of(after, judged) > MISSED_RATIO and miss_of(after, judged) > WORSE_RATIO * miss_of(before, judged)
-
-
-def goals_in(spec: Spec, figures: Mapping[str, float]) -> list[Judged]:
-    """The goals beside figures that were noted (`KEY_seconds`)."""
-    return [replace(item, seen_seconds=figures.get(f"{item.key}_seconds")) for item in goals_of(spec)]
 
 
 def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
@@ -471,6 +468,7 @@ def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
         step.token_seconds,
         step.kv_token_seconds,
         scene.targets.ttft_seconds or 0.0,
+        scene.targets.idle_factor,
         scene.targets.itl_seconds or 0.0,
         scene.targets.queue_seconds or 0.0,
         *(end for name in SETTING_NAMES for end in envelope.bounds(name)),

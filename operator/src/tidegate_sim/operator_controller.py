@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidegate_operator.api import Spec
-from tidegate_operator.demand import WINDOW_SECONDS, Measured, PodWindow, window_of
+from tidegate_operator.demand import WINDOW_SECONDS, PodSample, measured_of
 from tidegate_operator.kinds import KindsDecision, KindSeen, decide_kinds
-from tidegate_operator.observation import Decision, EngineInfo, Observation
-from tidegate_operator.observing import Workload, can_be_asked, observe
+from tidegate_operator.observation import Decision, EngineInfo
+from tidegate_operator.observing import Facts, Workload, can_be_asked, observe
 from tidegate_operator.policy import decide
 from tidegate_operator.shares import Claim, asked, granted_gpus
+from tidegate_operator.zero import ScaleToZero
 from tidegate_sim.controller import FleetView, KindOrder, Order, PodView
 
 SCRAPES_PER_SYNC = 4
@@ -25,28 +26,23 @@ def scrape_seconds(spec: Spec) -> float:
     return max(SHORTEST_SCRAPE_SECONDS, spec.autoscaling.sync_period_seconds / SCRAPES_PER_SYNC)
 
 
-def observation_of(
-    spec: Spec, pods: Sequence[PodView], *, now: float, desired: int, info: EngineInfo | None
-) -> Observation:
-    """What the operator would see of these pods."""
+def facts_of(spec: Spec, pods: Sequence[PodView], *, now: float, desired: int, info: EngineInfo) -> Facts:
+    """What the operator would have found of these pods."""
     kept_seconds = WINDOW_SECONDS + scrape_seconds(spec)
-    windows = (_window(pod, kept_seconds) for pod in pods if can_be_asked(pod.replica))
-    return observe(
-        spec,
+    replicas = tuple(pod.replica for pod in pods)
+    return Facts(
         now=now,
-        replicas=[pod.replica for pod in pods],
-        measured=Measured(tuple(window for window in windows if window is not None)),
-        info=info,
+        replicas=replicas,
+        measured=measured_of({pod.replica.name: _kept(pod, kept_seconds) for pod in pods if can_be_asked(pod.replica)}),
+        info=info if any(map(can_be_asked, replicas)) else None,
         workload=Workload(current_replicas=desired),
     )
 
 
-def _window(pod: PodView, kept_seconds: float) -> PodWindow | None:
-    """Over what the scraper would still have."""
-    if not pod.samples:
-        return None
-    newest = pod.samples[-1].at
-    return window_of(pod.replica.name, [sample for sample in pod.samples if sample.at >= newest - kept_seconds])
+def _kept(pod: PodView, kept_seconds: float) -> Sequence[PodSample]:
+    """What the scraper would still have."""
+    newest = pod.samples[-1].at if pod.samples else 0.0
+    return tuple(sample for sample in pod.samples if sample.at >= newest - kept_seconds)
 
 
 def _through_json(memory: Mapping[str, object]) -> Mapping[str, object]:
@@ -73,10 +69,19 @@ class OperatorController:
     `budget` is shared with the controllers of other objects, whose names are others.
     """
 
-    def __init__(self, spec: Spec, engine: EngineInfo, *, name: str = "tidegate", budget: Budget | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        engine: EngineInfo,
+        *,
+        name: str = "tidegate",
+        zero: ScaleToZero | None = None,
+        budget: Budget | None = None,
+    ) -> None:
         self._spec = spec
         self._engine = engine
         self._name = name
+        self._zero = zero
         self._budget = budget
         self._memory: Mapping[str, object] = {}
         self.last: Decision | None = None
@@ -90,13 +95,16 @@ class OperatorController:
         """The operator's own choice, which may change with each decision."""
         return self._spec.autoscaling.sync_period_seconds if self.last is None else self.last.recheck_after_seconds
 
+    def facts(self, view: FleetView) -> Facts:
+        """What the operator would have found."""
+        granted = None if self._budget is None else self._budget.granted(self._name, view.now)
+        facts = facts_of(self._spec, view.pods, now=view.now, desired=view.desired_replicas, info=self._engine)
+        return replace(facts, held_requests=view.gateway.held, granted_gpus=granted)
+
     def decide(self, view: FleetView) -> Order:
-        info = self._engine if any(can_be_asked(pod.replica) for pod in view.pods) else None
-        observation = observation_of(self._spec, view.pods, now=view.now, desired=view.desired_replicas, info=info)
-        if self._budget is not None:
-            self._claim(view.desired_replicas, view.now)
-            observation = replace(observation, granted_gpus=self._budget.granted(self._name, view.now))
-        decision = self.last = decide(self._spec, observation, _through_json(self._memory))
+        self._claim(view.desired_replicas, view.now)
+        observation = observe(self._spec, self.facts(view))
+        decision = self.last = decide(self._spec, observation, _through_json(self._memory), zero=self._zero)
         self._memory = decision.memory
         self._claim(decision.replicas, view.now)
         return Order(
@@ -143,24 +151,17 @@ class KindsController:
 
     def decide(self, view: FleetView) -> Order:
         desired = {kind.name: kind.desired_replicas for kind in view.kinds}
-        seen = [
-            KindSeen(
-                name,
-                kind.price_per_hour,
-                observation_of(
-                    self._spec,
-                    [pod for pod in view.pods if pod.kind == name],
-                    now=view.now,
-                    desired=desired[name],
-                    info=kind.engine,
-                ),
-                high=kind.most_replicas,
-            )
-            for name, kind in self._kinds.items()
-        ]
-        together = observation_of(
-            self._spec, view.pods, now=view.now, desired=view.desired_replicas, info=seen[0].observation.engine
-        )
+        seen = []
+        for name, kind in self._kinds.items():
+            pods = [pod for pod in view.pods if pod.kind == name]
+            facts = facts_of(self._spec, pods, now=view.now, desired=desired[name], info=kind.engine)
+            # What a pod of this kind can do is known even where none runs.
+            observation = observe(self._spec, replace(facts, info=kind.engine))
+            seen.append(KindSeen(name, kind.price_per_hour, observation, high=kind.most_replicas))
+        first = seen[0].observation.engine
+        assert first is not None
+        all_pods = facts_of(self._spec, view.pods, now=view.now, desired=view.desired_replicas, info=first)
+        together = observe(self._spec, replace(all_pods, info=first))
         decided = self.last = decide_kinds(self._spec, seen, together=together, memory=_through_json(self._memory))
         self._memory = decided.memory
         orders = tuple(
