@@ -448,6 +448,19 @@ def test_down_waits_for_its_window_and_takes_the_most_wanted_in_it() -> None:
     assert decisions[0].reason == "StabilizationWindow" and "StabilizationWindow" in decisions[0].bounded_by
 
 
+def test_what_was_just_added_is_not_taken_away_at_the_next_look() -> None:
+    spec = spec_of()
+    memory = filled_memory(spec, seen(at_capacity(spec, 2.0), ready=2))
+    surge = decide(spec, seen(at_capacity(spec, 3.6), ready=2), memory)
+    assert surge.replicas == 4
+    memory, found = surge.memory, []
+    for second in range(15, 400, 15):
+        decision = decide(spec, seen(at_capacity(spec, 2.0), ready=4, now=NOW + second), memory)
+        memory = decision.memory
+        found.append((second, decision.replicas))
+    assert 300 <= next(second for second, replicas in found if replicas < 4) <= 360
+
+
 def test_without_memory_nothing_goes_down() -> None:
     decision = decide(spec_of(), seen(demand_of(0.01), ready=5), {})
     assert (decision.replicas, decision.reason, decision.wanted_replicas) == (5, "StabilizationWindow", 1)

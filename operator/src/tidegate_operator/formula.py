@@ -107,7 +107,8 @@ def _by_model(inputs: Inputs) -> Needs:
     up = math.ceil(asked - ALMOST) + instead if is_short else 1
     kept = needed(inputs) + inputs["unseenReplicas"] + instead
     is_surplus = kept < current * (1 - _tolerance(inputs, "scaleDown"))
-    down = math.ceil(kept - ALMOST) if is_surplus else int(current)
+    # What is needed on the way up is wanted in the window on the way down as well.
+    down = math.ceil(kept - ALMOST) if is_surplus else max(int(current), up)
     return Needs(max(1, up), max(1, down, int(inputs["replicasToFit"])))
 
 

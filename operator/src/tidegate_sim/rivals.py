@@ -18,7 +18,7 @@ from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, fits
 from tidegate_sim.simulation import Deployment, simulate_together
 from tidegate_sim.specification import FleetSpec, GatewaySpec, start_times
 
-GPUS = 14
+GPUS = 10
 MINIMUM = 2
 SECONDS = 1800.0
 SHORTAGE = (600.0, 1500.0)
