@@ -19,6 +19,8 @@ MAX_REQUESTS = 1_000_000
 """Of one run: each is remembered until its end is reported."""
 MAX_LENGTH = 1 << 20
 MAX_LINE_CHARACTERS = 1 << 20
+DISORDER_SECONDS = 60.0
+"""A request may stand so long after the first one of its file and have come before it."""
 HASH_BLOCK_TOKENS = 512
 """Tokens of a prompt for which one of Mooncake's hash ids stands."""
 ARRIVAL_NAMES = ("arrival", "timestamp", "t_s", "t", "arrived_at", "time")
@@ -145,13 +147,23 @@ def read_trace(path: Path, window: Window) -> Trace:
 
 def stream_rows(path: Path) -> Iterator[PlannedRequest]:
     """All rows of a trace as they stand in it, one by one, times as in the file. Raises WorkloadError."""
+    earliest: float | None = None
     try:
         with _open(path) as file:
-            yield from _rows(file, path)
+            for row in _rows(file, path):
+                earliest = row.at_seconds - DISORDER_SECONDS if earliest is None else earliest
+                if row.at_seconds < earliest:
+                    raise WorkloadError(
+                        f"{path}: a request at {row.at_seconds:g} s stands after the first one, at "
+                        f"{earliest + DISORDER_SECONDS:g} s; sort the file by time"
+                    )
+                yield row
     except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise WorkloadError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; a compressed trace is called .gz"
+        ) from error
 
 
 def _open(path: Path) -> IO[str]:
@@ -199,6 +211,8 @@ def _fits(row: PlannedRequest, isl: int, osl: int, max_model_len: int | None) ->
 def _rows(file: IO[str], path: Path) -> Iterator[PlannedRequest]:
     lines = _bounded_lines(file, path)
     first = next(lines, "")
+    if not first:
+        raise WorkloadError(f"{path} is empty")
     if first.lstrip().startswith("{"):
         yield from _mooncake_rows(first, lines, path)
         return
@@ -213,8 +227,9 @@ def _rows(file: IO[str], path: Path) -> Iterator[PlannedRequest]:
                 yield PlannedRequest(0, _seconds(at), int(float(isl)), int(float(osl)), source=who)
             except (IndexError, ValueError, OverflowError) as error:
                 wanted = ", ".join(names[column] for column in columns)
+                why = f"{len(cells)} columns of {len(names)}" if isinstance(error, IndexError) else error
                 raise WorkloadError(
-                    f"{path}, line {number}: {cells!r:.200} is no request ({error}); a time and two numbers of tokens "
+                    f"{path}, line {number}: {cells!r:.200} is no request ({why}); a time and two numbers of tokens "
                     f"are wanted in the columns {wanted}"
                 ) from error
 
@@ -230,8 +245,9 @@ def _column(names: Sequence[str], known: Sequence[str], path: Path) -> int:
     found = next((name for name in known if name in names), None)
     if found is None:
         raise WorkloadError(
-            f"{path} has no column {' or '.join(known)} (it has {', '.join(names)!r:.200}); known are CSV files with "
-            "arrival,isl,osl, the Azure and BurstGPT traces, and Mooncake's JSON lines"
+            f"{path} has no column {' or '.join(known)}: its first line must name the columns, parted by commas, and "
+            f"is {','.join(names)!r:.200}. Known are CSV files with arrival,isl,osl, the Azure and BurstGPT traces, and "
+            "Mooncake's JSON lines"
         )
     return names.index(found)
 
@@ -263,7 +279,10 @@ def _mooncake_rows(first: str, rest: Iterator[str], path: Path) -> Iterator[Plan
                 tuple(int(each) for each in row.get("hash_ids", ())),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WorkloadError(f"{path}, line {number}: {line[:100]!r} is no request ({error!r:.100})") from error
+            raise WorkloadError(
+                f"{path}, line {number}: {line[:100]!r} is no request ({error!r:.100}); timestamp, input_length and "
+                "output_length are wanted, all of them numbers"
+            ) from error
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
