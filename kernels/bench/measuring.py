@@ -6,7 +6,9 @@ here knows what is measured.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -89,6 +91,8 @@ class Report:
     folder: Path
     deadline: float
     rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """What `guarded` caught."""
     left_out: int = 0
     error: str | None = None
 
@@ -99,13 +103,30 @@ class Report:
         self.left_out += 1
         return False
 
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Whatever fails in it is reported, and the rows after it are measured all the same."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is one row's
+            traceback.print_exc()
+            self.failed.append(f"{what}: {type(error).__name__}: {error}"[:300])
+            print(f"  failed: {self.failed[-1]}", flush=True)
+            self.write()
+
     def add(self, **values: Any) -> None:
         self.rows.append(values)
         print("  " + "  ".join(f"{name}={written(value)}" for name, value in values.items()), flush=True)
         self.write()
 
     def write(self) -> None:
-        found = {"section": self.section, "rows": self.rows, "left_out": self.left_out, "error": self.error}
+        found = {
+            "section": self.section,
+            "rows": self.rows,
+            "failed": self.failed,
+            "left_out": self.left_out,
+            "error": self.error,
+        }
         path_of(self.folder, self.section).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

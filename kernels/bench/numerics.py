@@ -24,6 +24,7 @@ from tidegate_kernels import (
     sampling,
     scaled_gemm,
 )
+from tidegate_kernels.compiled import experts_laid_out
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.quantised import FP8_BLOCK, quantise_fp8, quantise_fp8_blocks, quantise_groups, quantise_int8
 from tidegate_kernels.reference import AttentionRule, Cache, Choice, Code, HeadNorm, QuantisedRows, Ragged, ragged_batch
@@ -263,6 +264,12 @@ def _products(place: Place, sizes: Sizes) -> Iterator[Check]:
     found = grouped_gemm.grouped_linear(x, grouped_gemm.ExpertWeights(experts), starts.to(place.device))
     parts = zip(torch.split(exact(x), counts), exact(experts), strict=True)
     yield "grouped_kernel", "4 experts, 2 without rows", found, torch.cat([a @ b.T for a, b in parts]), allowed
+    for name, make, code in (("fp8", quantise_fp8, Code(FP8)), ("int8", quantise_int8, Code(torch.int8))):
+        held = experts_laid_out([make(expert.float()) for expert in experts])
+        values = [exact(make(expert.float()).dequantised()) for expert in experts]
+        parts = zip(torch.split(values_of(quantise.quantise_rows(x, code)).double(), counts), values, strict=True)
+        found = held.multiply(x, starts.to(place.device))
+        yield "grouped_kernel", f"{name}, 4 experts", found, torch.cat([a @ b.T for a, b in parts]), allowed
 
 
 def _choices(place: Place, sizes: Sizes) -> Iterator[Check]:
@@ -276,8 +283,7 @@ def _choices(place: Place, sizes: Sizes) -> Iterator[Check]:
         top_ks=torch.where(numbers % 4 == 1, 20, 0).int(),
         top_ps=torch.where(numbers % 4 == 2, 0.9, 1.0),
         min_ps=torch.where(numbers % 4 == 3, 0.05, 0.0),
-        seeds=numbers * 77,
-        positions=numbers,
+        randoms=torch.rand(rows, generator=generator),
     )
     there = Choice(*(getattr(choice, name).to(place.device) for name in Choice.__dataclass_fields__))
     found = sampling.choose_tokens(logits.to(place.device), there).cpu()

@@ -24,11 +24,12 @@ from tidegate_kernels import (
     quantise,
     reference,
     rope_store,
+    sampling,
     scaled_gemm,
 )
 from tidegate_kernels.float8 import FP8
 from tidegate_kernels.quantised import FP8_BLOCK, Fp8, Int8, quantise_groups
-from tidegate_kernels.reference import AttentionRule, Code, HeadNorm, ragged_batch
+from tidegate_kernels.reference import AttentionRule, Choice, Code, HeadNorm, ragged_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Sizes:
     rows: tuple[int, ...]
     hidden: int
     inner: int
+    vocabulary: int
 
 
 REAL = Sizes(
@@ -53,14 +55,15 @@ REAL = Sizes(
     heads=32,
     kv_heads=8,
     head_size=128,
-    batches=(1, 8, 32, 128, 256),
-    contexts=(1024, 4096, 16384, 65536),
+    batches=(256, 32, 1, 128, 8),
+    contexts=(4096, 16384, 65536, 1024),
     products={"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    rows=(1, 16, 64, 256, 2048),
+    rows=(2048, 1, 64, 256, 16),
     hidden=4096,
     inner=14336,
+    vocabulary=128_256,
 )
-"""Of Llama 3.1 8B."""
+"""Of Llama 3.1 8B. What matters most comes first: time may be short."""
 TINY = Sizes(
     copied=1 << 10,
     square=32,
@@ -73,6 +76,7 @@ TINY = Sizes(
     rows=(1, 3),
     hidden=128,
     inner=128,
+    vocabulary=300,
 )
 MAX_KV_BYTES = 40 << 30
 """Of one case of the grid."""
@@ -112,44 +116,47 @@ def attention(place: Place, report: Report) -> None:
         size = 2 * batch * context * sizes.kv_heads * row_bytes
         if size > MAX_KV_BYTES or not report.has_time():
             continue
-        blocks = -(-context // 16)
-        cache = new_cache(place, blocks=1 + batch * blocks, kv_heads=sizes.kv_heads, size=sizes.head_size, dtype=dtype)
-        # Anywhere in memory, as after some time of serving.
-        places = (1 + torch.randperm(batch * blocks)).view(batch, blocks).tolist()
-        step = ragged_batch([1] * batch, [context] * batch, places, cache=cache).to(place.device)
-        query = torch.randn(batch, sizes.heads, sizes.head_size, device=place.device).to(place.dtype)
-        seconds = timer.seconds(partial(paged_attention.paged_attention, query, cache, step, rule))
-        report.add(
-            kv=str(dtype).removeprefix("torch."),
-            batch=batch,
-            context=context,
-            microseconds=seconds * 1e6,
-            gb_per_second=size / seconds / 1e9,
-            of_copy=share_of(size / seconds, copy),
-        )
-        del cache
+        with report.guarded(f"{dtype}, {batch} x {context}"):
+            blocks = -(-context // 16)
+            cache = new_cache(
+                place, blocks=1 + batch * blocks, kv_heads=sizes.kv_heads, size=sizes.head_size, dtype=dtype
+            )
+            # Anywhere in memory, as after some time of serving.
+            places = (1 + torch.randperm(batch * blocks)).view(batch, blocks).tolist()
+            step = ragged_batch([1] * batch, [context] * batch, places, cache=cache).to(place.device)
+            query = torch.randn(batch, sizes.heads, sizes.head_size, device=place.device).to(place.dtype)
+            seconds = timer.seconds(partial(paged_attention.paged_attention, query, cache, step, rule))
+            report.add(
+                kv=str(dtype).removeprefix("torch."),
+                batch=batch,
+                context=context,
+                microseconds=seconds * 1e6,
+                gb_per_second=size / seconds / 1e9,
+                of_copy=share_of(size / seconds, copy),
+            )
 
 
 def products(place: Place, report: Report) -> None:
     sizes, timer = sizes_at(place), Timer(place)
     copy, most = measured(report.folder, "copy"), measured(report.folder, "product")
     most_fp8 = measured(report.folder, "fp8 product")
-    for (name, (out, depth)), rows in product(sizes.products.items(), sizes.rows):
+    for rows, (name, (out, depth)) in product(sizes.rows, sizes.products.items()):
         for kind, (call, weight_bytes) in _product_calls(place, out, depth, rows).items():
             if not report.has_time():
                 continue
-            seconds = timer.seconds(call)
-            flops = 2 * rows * out * depth
-            report.add(
-                product=name,
-                rows=rows,
-                kind=kind,
-                microseconds=seconds * 1e6,
-                tflops=flops / seconds / 1e12,
-                of_product=share_of(flops / seconds, most_fp8 if kind.startswith("fp8") else most),
-                weights_gb_per_second=weight_bytes / seconds / 1e9,
-                of_copy=share_of(weight_bytes / seconds, copy),
-            )
+            with report.guarded(f"{name}, {rows} rows, {kind}"):
+                seconds = timer.seconds(call)
+                flops = 2 * rows * out * depth
+                report.add(
+                    product=name,
+                    rows=rows,
+                    kind=kind,
+                    microseconds=seconds * 1e6,
+                    tflops=flops / seconds / 1e12,
+                    of_product=share_of(flops / seconds, most_fp8 if kind.startswith("fp8") else most),
+                    weights_gb_per_second=weight_bytes / seconds / 1e9,
+                    of_copy=share_of(weight_bytes / seconds, copy),
+                )
 
 
 def _product_calls(place: Place, out: int, depth: int, rows: int) -> dict[str, tuple[Callable[[], object], int]]:
@@ -181,8 +188,37 @@ def _product_calls(place: Place, out: int, depth: int, rows: int) -> dict[str, t
     return found
 
 
+def _sampling(place: Place, report: Report, timer: Timer) -> None:
+    """Top-k and top-p of a vocabulary: one launch, and a sort with what follows it."""
+    for rows in (2,) if place.rehearsed else (1, 256):
+        if not report.has_time():
+            continue
+        with report.guarded(f"sampling, {rows} rows"):
+            logits = torch.randn(rows, sizes_at(place).vocabulary, device=place.device)
+            whole = torch.ones(rows, device=place.device)
+            choice = Choice(0.8 * whole, (50 * whole).int(), 0.9 * whole, 0 * whole, 0.5 * whole)
+
+            def sorted_apart(logits: Tensor = logits) -> Tensor:
+                values, ids = (logits / 0.8).sort(descending=True)
+                values[:, 50:] = -torch.inf
+                shares = values.softmax(-1)
+                shares[shares.cumsum(-1) - shares > 0.9] = 0
+                return ids.gather(1, torch.multinomial(shares, 1))
+
+            seconds = timer.seconds(partial(sampling.choose_tokens, logits, choice))
+            of_torch = timer.seconds(sorted_apart)
+            report.add(
+                fusion="top-k, top-p",
+                rows=rows,
+                microseconds=seconds * 1e6,
+                torch_microseconds=of_torch * 1e6,
+                speed_up=of_torch / seconds,
+            )
+
+
 def fusions(place: Place, report: Report) -> None:
     """One kernel, the kernels that it is made of, and torch's operations."""
+    _sampling(place, report, Timer(place))
     sizes, timer, copy = sizes_at(place), Timer(place), measured(report.folder, "copy")
     device, dtype, code = place.device, place.dtype, Code(FP8)
     for rows in sizes.rows:
@@ -227,13 +263,14 @@ def fusions(place: Place, report: Report) -> None:
         for name, (fused, apart, plain, moved) in cases.items():
             if not report.has_time():
                 continue
-            seconds, of_parts, of_torch = (timer.seconds(call) for call in (fused, apart, plain))
-            report.add(
-                fusion=name,
-                rows=rows,
-                microseconds=seconds * 1e6,
-                apart_microseconds=of_parts * 1e6,
-                torch_microseconds=of_torch * 1e6,
-                speed_up=of_parts / seconds,
-                of_copy=share_of(moved / seconds, copy),
-            )
+            with report.guarded(f"{name}, {rows} rows"):
+                seconds, of_parts, of_torch = (timer.seconds(call) for call in (fused, apart, plain))
+                report.add(
+                    fusion=name,
+                    rows=rows,
+                    microseconds=seconds * 1e6,
+                    apart_microseconds=of_parts * 1e6,
+                    torch_microseconds=of_torch * 1e6,
+                    speed_up=of_parts / seconds,
+                    of_copy=share_of(moved / seconds, copy),
+                )

@@ -18,9 +18,9 @@ from tidegate_engine.transformer import (
     Decoder,
     build_decoder,
     forward,
-    kv_pool_parts,
     kv_token_bytes,
     layer_caches,
+    new_kv_pool,
 )
 from tidegate_kernels.compiled import TRITON
 from tidegate_kernels.quantised import quantise_fp8
@@ -82,13 +82,15 @@ class Model:
 
     def __init__(self, place: Place, *, is_fp8: bool) -> None:
         self.place, self.sizes = place, TINY if place.rehearsed else REAL
-        self.decoder = random_decoder(place, self.sizes.config, is_fp8=is_fp8)
+        parameters = random_parameters(place, self.sizes.config, is_fp8=is_fp8)
+        self.decoder = build_decoder(self.sizes.config, parameters, TRITON)
         steps = [(batch, self.sizes.context) for batch in self.sizes.batches]
         steps += [*self.sizes.decodes, *((1, new + before) for new, before in self.sizes.chunks)]
         steps += [(batch + -(-new // tokens), tokens) for batch, tokens, new in self.sizes.mixed]
         blocks = 1 + max(batch * -(-tokens // BLOCK_TOKENS) for batch, tokens in steps)
-        parts = kv_pool_parts(self.sizes.config, blocks=blocks, block_tokens=BLOCK_TOKENS, dtype=place.dtype)
-        pool = [torch.zeros(shape, dtype=dtype, device=place.device) for shape, dtype in parts]
+        pool = new_kv_pool(
+            self.sizes.config, blocks=blocks, block_tokens=BLOCK_TOKENS, dtype=place.dtype, device=place.device
+        )
         self.caches: tuple[Cache, ...] = layer_caches(self.sizes.config, pool)
 
     def step(self, new: list[int], total: list[int]) -> tuple[Tensor, Ragged]:
@@ -111,7 +113,7 @@ class Model:
         return DecodeGraphs(self.decoder, self.caches, sizes=(size,), context_tokens=context)
 
 
-def random_decoder(place: Place, config: DecoderConfig, *, is_fp8: bool) -> Decoder:
+def random_parameters(place: Place, config: DecoderConfig, *, is_fp8: bool) -> dict[str, Weight]:
     """Weights of normal numbers; FP8 ones but for embedding and head."""
     parameters: dict[str, Weight] = {}
     for name, shape in parameter_shapes(config).items():
@@ -121,7 +123,7 @@ def random_decoder(place: Place, config: DecoderConfig, *, is_fp8: bool) -> Deco
         else:
             is_kept = not is_fp8 or name in ("embedding", "head")
             parameters[name] = Dense(values) if is_kept else quantise_fp8(values)
-    return build_decoder(config, parameters, TRITON)
+    return parameters
 
 
 def steps_bf16(place: Place, report: Report) -> None:
@@ -141,24 +143,25 @@ def _steps(place: Place, report: Report, *, is_fp8: bool) -> None:
     for batch in model.sizes.batches:
         if not report.has_time():
             continue
-        new, total = [1] * batch, [context] * batch
-        eager = timer.seconds(model.eager(new, total), repeats=10, cold=False)
-        ids, step = model.step(new, total)
-        graphs = model.graphs(batch, context)
-        expected = model.eager(new, total)()
-        graph = timer.seconds(lambda graphs=graphs, ids=ids, step=step: graphs.run(ids, step), cold=False)  # type: ignore[misc]
-        read = decoder.weight_bytes - embedding + sum(total) * kv_token_bytes(decoder.config, place.dtype)
-        report.add(
-            weights=decoder.weight_precision,
-            batch=batch,
-            context=context,
-            eager_ms=eager * 1e3,
-            graph_ms=graph * 1e3,
-            tokens_per_second=batch / graph,
-            of_floor=None if copy is None else read / copy / graph,
-            finite=bool(expected.isfinite().all()),
-            max_difference=float((graphs.run(ids, step) - _again(model, ids, step)).abs().max()),
-        )
+        with report.guarded(f"{batch} sequences"):
+            new, total = [1] * batch, [context] * batch
+            eager = timer.seconds(model.eager(new, total), repeats=10, cold=False)
+            ids, step = model.step(new, total)
+            graphs = model.graphs(batch, context)
+            expected = model.eager(new, total)()
+            graph = timer.seconds(lambda graphs=graphs, ids=ids, step=step: graphs.run(ids, step), cold=False)  # type: ignore[misc]
+            read = decoder.weight_bytes - embedding + sum(total) * kv_token_bytes(decoder.config, place.dtype)
+            report.add(
+                weights=decoder.weight_precision,
+                batch=batch,
+                context=context,
+                eager_ms=eager * 1e3,
+                graph_ms=graph * 1e3,
+                tokens_per_second=batch / graph,
+                of_floor=None if copy is None else read / copy / graph,
+                finite=bool(expected.isfinite().all()),
+                max_difference=float((graphs.run(ids, step) - _again(model, ids, step)).abs().max()),
+            )
 
 
 def _again(model: Model, ids: Tensor, step: Ragged) -> Tensor:
@@ -178,17 +181,18 @@ def fit(place: Place, report: Report) -> None:
     for new, total, has_chunk in shapes:
         if not report.has_time():
             continue
-        if has_chunk:
-            call: Callable[[], object] = model.eager(new, total)
-        else:
-            ids, step = model.step(new, total)
-            graphs = model.graphs(len(new), max(total))
-            call = lambda graphs=graphs, ids=ids, step=step: graphs.run(ids, step)  # type: ignore[misc]  # noqa: E731
-        samples = timer.samples(call, repeats=SAMPLES, cold=False)
-        shape = shape_of([(whole - own, own, own > 1) for own, whole in zip(new, total, strict=True)])
-        for index in range(SAMPLES):
-            found.add(shape, samples[index % len(samples)])
-        report.add(**asdict(shape), milliseconds=sorted(samples)[len(samples) // 2] * 1e3)
+        with report.guarded(f"{new} of {total}"):
+            if has_chunk:
+                call: Callable[[], object] = model.eager(new, total)
+            else:
+                ids, step = model.step(new, total)
+                graphs = model.graphs(len(new), max(total))
+                call = lambda graphs=graphs, ids=ids, step=step: graphs.run(ids, step)  # type: ignore[misc]  # noqa: E731
+            samples = timer.samples(call, repeats=SAMPLES, cold=False)
+            shape = shape_of([(whole - own, own, own > 1) for own, whole in zip(new, total, strict=True)])
+            for index in range(SAMPLES):
+                found.add(shape, samples[index % len(samples)])
+            report.add(**asdict(shape), milliseconds=sorted(samples)[len(samples) // 2] * 1e3)
     if found.fit is None:
         report.add(fit="none: the samples cannot tell what a token costs")
         return

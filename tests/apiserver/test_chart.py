@@ -27,6 +27,13 @@ def only(documents: list[dict[str, Any]], kind: str, name: str = "tidegate") -> 
     return found
 
 
+def operators_settings(documents: list[dict[str, Any]]) -> settings.Settings:
+    """What the operator reads from the environment that the chart gives it."""
+    (container,) = only(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    environment = {item["name"]: item.get("value", "somewhere") for item in container["env"]}
+    return settings.read({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+
+
 @pytest.fixture
 def release(control_plane: cluster.Cluster, namespace: str) -> Iterator[str]:
     """The chart installed in the test's namespace; the CRD is there already. Returns the release's name."""
@@ -68,10 +75,8 @@ def test_a_wrong_value_is_refused_with_a_clear_message(
 
 def test_the_operator_can_read_the_environment_that_the_chart_sets(control_plane: cluster.Cluster) -> None:
     options = ("--set=watch.namespaces={a,b}", "--set=gpuBudgets.nvidia\\.com/gpu=16")
-    deployment = only(template(control_plane, *options), "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    environment = {item["name"]: item.get("value", "somewhere") for item in container["env"]}
-    read = settings.read({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    documents = template(control_plane, *options)
+    read = operators_settings(documents)
     assert read.namespace == "somewhere"
     assert read.watch_namespaces == ("a", "b")
     assert read.engine_image == "registry.example/engine:1"
@@ -79,16 +84,20 @@ def test_the_operator_can_read_the_environment_that_the_chart_sets(control_plane
     assert read.prometheus_url is None
     assert read.gpu_budgets == {"nvidia.com/gpu": 16}
     assert read.admin_key_secret == only(template(control_plane), "Secret", "tidegate-admin-keys")["metadata"]["name"]
+    (container,) = only(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"metrics": read.metrics_port, "health": read.health_port}
 
 
 def test_gpu_prices_reach_the_operator(control_plane: cluster.Cluster) -> None:
-    deployment = only(template(control_plane, '--set-json=gpuPrices={"H100 SXM":2.1,"L4":0}'), "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    environment = {item["name"]: item.get("value", "somewhere") for item in container["env"]}
-    read = settings.read({**environment, "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    read = operators_settings(template(control_plane, '--set-json=gpuPrices={"H100 SXM":2.1,"L4":0}'))
     assert read.gpu_prices == Prices({"H100 SXM": 2.1, "L4": 0})
+
+
+def test_decisions_are_recorded_where_the_chart_says_so(control_plane: cluster.Cluster) -> None:
+    assert operators_settings(template(control_plane)).journal is None
+    read = operators_settings(template(control_plane, "--set=journal.enabled=true", "--set=journal.megabytes=8"))
+    assert (str(read.journal), read.journal_megabytes) == ("/tmp/decisions.jsonl.gz", 8)
 
 
 def test_user_ids_can_be_left_to_the_cluster(control_plane: cluster.Cluster) -> None:

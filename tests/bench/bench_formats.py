@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -149,7 +150,7 @@ def measure(path: Path, case: Case, exact: Path) -> dict[str, float | str]:
         "kv": case.kv,
         "weight_bytes": decoder.weight_bytes,
         "weight_precision": decoder.weight_precision,
-        "matrix_values": sum(weight.shape[0] * weight.shape[1] for weight in decoder.weights),
+        "matrix_values": sum(prod(weight.shape) for weight in decoder.weights),
         "peak_after_load_bytes": loaded - before,
         "peak_after_step_bytes": served - before,
         "kv_token_bytes": kv_token_bytes(checkpoint.config, DTYPES[case.kv]),

@@ -17,8 +17,6 @@ import pytest
 from tidegate_local import access, activity, cache, cluster, load, recording, setup, store
 from tidegate_local.cluster import Cluster, CommandFailed
 
-NAMESPACE = "tidegate"
-RELEASE = "tidegate"
 OPERATOR_LABEL = "app.kubernetes.io/name=tidegate-operator"
 GPUS = 38
 REPOSITORY = Path(__file__).parents[2]
@@ -65,24 +63,27 @@ class Fleet:
 
     cluster: Cluster
     reached: access.Access
+    namespace: str = "tidegate"
+    release: str = "tidegate"
 
-    def install(self) -> None:
+    def install(self, *sets: str) -> None:
         """Install the chart as a user would; on failure the operator's own words are in the error."""
-        values = {
-            "image": "tidegate.local/operator:dev",
-            "engine.image": "tidegate.local/engine:torch",
-            "prometheus.url": self.cluster.prometheus_url_in_cluster,
-        }
-        sets = [f"--set={name}={value}" for name, value in values.items()]
-        where = [f"--namespace={NAMESPACE}", "--create-namespace", "--wait", "--timeout=60s"]
+        values = ("image=tidegate.local/operator:dev", "engine.image=tidegate.local/engine:torch", *sets)
+        options = [f"--set={value}" for value in values]
+        where = [f"--namespace={self.namespace}", "--create-namespace", "--wait", "--timeout=60s"]
         chart = str(REPOSITORY / "charts" / "tidegate")
         try:
-            self.reached.helm("upgrade", "--install", RELEASE, chart, *where, *sets)
+            self.reached.helm("upgrade", "--install", self.release, chart, *where, *options)
         except CommandFailed as error:
             raise AssertionError(f"{error}\n{self.describe(None)}") from error
 
+    def give_profile(self, profile: Mapping[str, object]) -> None:
+        """Let the modelled engines of this namespace compute by this one."""
+        data = {"profile.json": json.dumps(profile)}
+        self.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "profiles"}, "data": data})
+
     def kubectl(self, *arguments: str, input: str | None = None) -> str:
-        return self.reached.kubectl(f"--namespace={NAMESPACE}", *arguments, input=input)
+        return self.reached.kubectl(f"--namespace={self.namespace}", *arguments, input=input)
 
     def apply(self, *manifests: Manifest) -> None:
         items = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
@@ -174,7 +175,7 @@ class Fleet:
                 self.kubectl("get", "pods", f"-l=tidegate.dev/deployment={name}", "-o=wide"),
             ]
         try:
-            parts += ["operator's log:", self.kubectl("logs", f"deployment/{RELEASE}", "--tail=25")]
+            parts += ["operator's log:", self.kubectl("logs", f"deployment/{self.release}", "--tail=25")]
         except CommandFailed as error:
             parts.append(str(error))
         return "\n".join(parts)
@@ -265,7 +266,7 @@ def resource(name: str, spec: Mapping[str, object]) -> Manifest:
     return {
         "apiVersion": "tidegate.dev/v1alpha1",
         "kind": "LLMDeployment",
-        "metadata": {"name": name, "namespace": NAMESPACE},
+        "metadata": {"name": name},
         "spec": {name: value for name, value in spec.items() if value is not None},
     }
 
@@ -296,8 +297,6 @@ def fleet() -> Iterator[Fleet]:
         setup.everything(progress)
     with cluster.start("e2e", node=True, gpus=GPUS, prometheus=True) as running:
         found = Fleet(running, access.of_cluster(running))
-        found.install()
-        profile = {"profile.json": json.dumps(STEP_PROFILE)}
-        metadata = {"name": "profiles", "namespace": NAMESPACE}
-        found.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": profile})
+        found.install(f"prometheus.url={running.prometheus_url_in_cluster}")
+        found.give_profile(STEP_PROFILE)
         yield found

@@ -1,10 +1,20 @@
-"""The table of how kernels are cut: what is read of it, and that every choice in it can be launched."""
+"""The table of how kernels are cut: what is read of it, that every choice in it can be launched, and that there is one
+for every launch: nothing is tried out while serving."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tidegate_kernels.launches import ANY, TABLE_PATH, Choice, Tiles, read_choices, tiles_of
 from tidegate_kernels.quantised import FP8_BLOCK
 
+ARCHITECTURES = (ANY, 80, 86, 89, 90, 100, 103, 120)
+PACKAGES = [TABLE_PATH.parent, TABLE_PATH.parents[3] / "engine-image" / "src" / "tidegate_engine"]
+TRIES = {"autotune", "Autotuner", "heuristics", "do_bench", "do_bench_cudagraph"}
+"""What Triton tries out or times launches by."""
 TEXT = TABLE_PATH.read_text(encoding="utf-8")
 CHOICES = read_choices(TEXT)
 
@@ -40,3 +50,28 @@ def test_tiles_are_powers_of_two_that_matrix_units_take(choice: Choice) -> None:
 def test_a_choice_says_whether_it_was_measured() -> None:
     with pytest.raises(ValueError, match="a choice is heuristic or measured"):
         read_choices(TEXT.replace("heuristic", "guessed", 1))
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    for package in PACKAGES:
+        for path in sorted(package.glob("*.py")):
+            yield path, path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_launch_that_asks_finds_a_row_whatever_its_rows_and_architecture(architecture: int) -> None:
+    asked = {name for _, text in sources() for name in re.findall(r'tiles_of\(\s*"(\w+)"', text)}
+    assert asked == {each.kernel for each in CHOICES}
+    for kernel in asked:
+        for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 2048, 1 << 20):
+            tiles = tiles_of(kernel, rows=rows, architecture=architecture)
+            assert tiles in [each.tiles for each in CHOICES if each.kernel == kernel]
+
+
+def test_nothing_that_serves_tries_launches_out() -> None:
+    """No name of Triton's tuner, and nothing of the measurements, whose `tune` writes the table."""
+    for path, text in sources():
+        used = {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(ast.parse(text))}
+        assert not TRIES & used, path
+        imported = re.findall(r"^\s*(?:from|import) (tune|speed|measuring|h200)\b", text, re.M)
+        assert not imported, path

@@ -143,7 +143,7 @@ def test_the_modelled_path_imports_no_model_library() -> None:
         (["--model-path", "x"], "--model-path is a flag of another engine: use --model"),
         (["--chunked-prefill-size", "512"], "use --long-prefill-token-threshold"),
         (["-np", "4"], "use --max-num-seqs"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size can be 1 only"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size needs --runner torch"),
         (["--prefix-caching-hash-algo", "builtin"], "can be sha256 only, not builtin"),
         (["--tool-call-parser", "pythonic"], "invalid choice: 'pythonic'"),
         (["--context-policy", "shift"], "invalid choice: 'shift'"),
@@ -167,5 +167,5 @@ def test_a_flag_without_a_meaning_here_is_accepted_with_one_warning(
     assert "SettingsInvalid" in capsys.readouterr().err
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.split()[0] for line in warned] == [
-        "--seed", "--enforce-eager", "--gpu-memory-utilization", "--trust-remote-code",
+        "--seed", "--gpu-memory-utilization", "--trust-remote-code",
     ]  # fmt: skip

@@ -355,3 +355,23 @@ def test_a_small_kv_pool_carries_what_the_scheduler_carries_with_its_preemptions
     replica = replica_of(batch, kv_blocks=2_500)
     assert measure(replica, requests, rate=capacity.requests_per_second / (1 + TOLERANCE)).meets(targets)
     assert not measure(replica, requests, rate=capacity.requests_per_second / (1 - TOLERANCE)).meets(targets)
+
+
+def test_a_long_prompt_has_more_time_only_where_that_is_asked_for() -> None:
+    """One prompt in twelve takes longer than the goal even on an idle replica: more replicas cannot help it."""
+    lengths = ((11 / 12, 500, 100), (1 / 12, 30_000, 100))
+    strict = capacity_of(scene_of(lengths, Targets(0.5)), PRESENT)
+    eased = capacity_of(scene_of(lengths, Targets(0.5, idle_factor=3.0)), PRESENT)
+    assert "ttft" in strict.unreachable and not strict.allowed
+    assert "ttft" in eased.unreachable and dict(eased.allowed)["ttft"] > 0.5
+    only_short = capacity_of(scene_of(lengths[:1], Targets(0.5, idle_factor=3.0)), PRESENT)
+    assert only_short == capacity_of(scene_of(lengths[:1], Targets(0.5)), PRESENT)
+
+
+@pytest.mark.parametrize("lengths", [((1.0, 1000, 250),), LONG_IN_SHORT_OUT, SHORT_IN_LONG_OUT])
+def test_each_of_very_many_replicas_carries_more_than_one_alone_and_no_more_than_the_work_allows(
+    lengths: Lengths,
+) -> None:
+    scene = scene_of(lengths, Targets(1.0, 0.05))
+    capacity = capacity_of(scene, PRESENT)
+    assert capacity.requests_per_second <= capacity.pooled_per_second <= 1 / scene.marginal_seconds

@@ -178,3 +178,13 @@ def test_every_figure_that_the_program_reads_is_explained(name: str) -> None:
     for figure in set(re.findall(r'"([a-z][A-Za-z]+)"', program)):
         assert f"`{figure}`" in tables, figure
     assert f"def {name}(" in program
+
+
+@given(alone=st.floats(0.01, 100.0), gain=st.floats(1.0, 5.0), replicas=st.floats(0.0, 500.0), more=st.floats(1.0, 3.0))
+def test_what_replicas_carry_together_is_the_inverse_of_how_many_are_needed(
+    alone: float, gain: float, replicas: float, more: float
+) -> None:
+    rate = formula.carried(alone, alone * gain, replicas)
+    assert formula.replicas_for(rate, alone, alone * gain) == pytest.approx(replicas)
+    assert formula.carried(alone, alone * gain, replicas * more) >= rate
+    assert replicas * alone * (1 - 1e-9) <= rate <= replicas * alone * gain * (1 + 1e-9)

@@ -83,19 +83,19 @@ def test_the_share_that_is_asked_for_is_the_percentile_that_is_judged() -> None:
     (strict,) = judge(spec_of(goal | {"attainmentPercent": 99}), measured)
     assert usual.seen_seconds == 1.99 and worst_ratio([usual]) < 1
     assert strict.seen_seconds == pytest.approx(3.5) and worst_ratio([strict]) == pytest.approx(1.75)
-    assert attained(spec_of(goal), measured) == pytest.approx(0.96)
+    assert attained(spec_of(goal), measured, {}) == pytest.approx(0.96)
 
 
 def test_the_share_is_asked_of_classes_too() -> None:
     spec = spec_of({"ttft": {"milliseconds": 2500}, "attainmentPercent": 99}, (CHAT,))
     judged = {item.key: item.seen_seconds for item in judge(spec, DEMAND)}
     assert judged["ttft:Chat"] == pytest.approx(0.499) and judged["ttft"] == pytest.approx(3.98)
-    assert attained(spec, DEMAND) == pytest.approx(0.25), "of the rest, which keeps to its goal least"
+    assert attained(spec, DEMAND, {}) == pytest.approx(0.25), "of the rest, which keeps to its goal least"
 
 
 def test_what_share_was_within_the_goals_is_unknown_without_goals_or_requests() -> None:
-    assert attained(spec_of({}), DEMAND) is None
-    assert attained(spec_of({"queueTime": {"milliseconds": 1}}), DEMAND) is None
+    assert attained(spec_of({}), DEMAND, {}) is None
+    assert attained(spec_of({"queueTime": {"milliseconds": 1}}), DEMAND, {}) is None
 
 
 def test_what_was_not_measured_is_unknown_and_misses_nothing() -> None:

@@ -8,7 +8,7 @@ from tidegate_engine.steptime import TERMS, load_profile
 from tidegate_operator.api import parse_spec
 from tidegate_operator.demand import Measured, PodWindow
 from tidegate_operator.observation import EngineInfo
-from tidegate_operator.observing import Workload, observe
+from tidegate_operator.observing import Facts, Workload, observe
 from tidegate_operator.prior import believe, prior_of_engine
 
 NOW = 1_700_000_000.0
@@ -39,8 +39,7 @@ def fitted(samples: float, residual: float) -> Measured:
 
 
 def engine_of(info: EngineInfo | None, measured: Measured) -> EngineInfo | None:
-    seen = observe(SPEC, now=NOW, replicas=(), measured=measured, info=info, workload=Workload(1))
-    return seen.engine
+    return observe(SPEC, Facts(now=NOW, replicas=(), measured=measured, info=info, workload=Workload(1))).engine
 
 
 def test_before_a_fit_the_step_model_is_unknown_and_the_prior_is_beside_it() -> None:

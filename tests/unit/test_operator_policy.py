@@ -15,6 +15,7 @@ from tidegate_engine.settings import BatchSettings, find_violation
 from tidegate_engine.steptime import StepModel, load_profile
 from tidegate_operator.api import Spec, parse_spec
 from tidegate_operator.forecast import SLOT_SECONDS, SLOTS, Forecast, Record, dump_forecast
+from tidegate_operator.formula import carried, replicas_for
 from tidegate_operator.memory import dump_memory, load_memory
 from tidegate_operator.observation import (
     Action,
@@ -134,7 +135,8 @@ def filled_memory(spec: Spec, observation: Observation, *, seconds: float = 700)
 def at_capacity(spec: Spec, replicas: float) -> Demand:
     """Load that needs `replicas` with the headroom."""
     keep = 1 - spec.autoscaling.headroom_percent / 100
-    return demand_of(capacity_of_one(spec) * keep * replicas)
+    figures = decide(spec, seen(demand_of(1.0), ready=1), {}).inputs
+    return demand_of(carried(figures["capacityPerReplica"], figures["capacityInPool"], replicas) * keep)
 
 
 # --- who decides
@@ -257,9 +259,10 @@ def test_the_wanted_number_is_load_over_usable_capacity() -> None:
     decision = decide(spec, seen(at_capacity(spec, 3.4), ready=2), {})
     assert (decision.replicas, decision.wanted_replicas, decision.reason) == (4, 4, "DemandAboveCapacity")
     figures = decision.inputs
-    usable = figures["capacityPerReplica"] * figures["correction"] * (1 - figures["headroomPercent"] / 100)
+    share = figures["correction"] * (1 - figures["headroomPercent"] / 100)
     load = figures["arrivalsPerSecond"] + figures["backlogPerSecond"]
-    assert math.ceil(load / usable) == decision.wanted_replicas
+    needed = replicas_for(load, figures["capacityPerReplica"] * share, figures["capacityInPool"] * share)
+    assert math.ceil(needed) == decision.wanted_replicas
 
 
 def test_the_same_request_rate_needs_more_replicas_when_prompts_grow() -> None:
@@ -291,8 +294,8 @@ def test_a_small_lack_is_tolerated(needed: float, expected: int) -> None:
     assert decide(spec, seen(at_capacity(spec, needed), ready=2), {}).replicas == expected
 
 
-@pytest.mark.parametrize(("needed", "expected"), [(1.95, 3), (1.7, 2)])
-def test_fewer_replicas_must_hold_the_load_with_a_margin(needed: float, expected: int) -> None:
+@pytest.mark.parametrize(("needed", "expected"), [(2.05, 3), (1.95, 2)])
+def test_fewer_replicas_must_hold_the_load(needed: float, expected: int) -> None:
     spec = spec_of()
     observation = seen(at_capacity(spec, needed), ready=3)
     assert decide(spec, observation, filled_memory(spec, observation)).replicas == expected
@@ -443,6 +446,19 @@ def test_down_waits_for_its_window_and_takes_the_most_wanted_in_it() -> None:
     first_down = next(index for index, item in enumerate(decisions) if item.replicas < 5)
     assert 300 <= 15 * first_down <= 360
     assert decisions[0].reason == "StabilizationWindow" and "StabilizationWindow" in decisions[0].bounded_by
+
+
+def test_what_was_just_added_is_not_taken_away_at_the_next_look() -> None:
+    spec = spec_of()
+    memory = filled_memory(spec, seen(at_capacity(spec, 2.0), ready=2))
+    surge = decide(spec, seen(at_capacity(spec, 3.6), ready=2), memory)
+    assert surge.replicas == 4
+    memory, found = surge.memory, []
+    for second in range(15, 400, 15):
+        decision = decide(spec, seen(at_capacity(spec, 2.0), ready=4, now=NOW + second), memory)
+        memory = decision.memory
+        found.append((second, decision.replicas))
+    assert 300 <= next(second for second, replicas in found if replicas < 4) <= 360
 
 
 def test_without_memory_nothing_goes_down() -> None:
@@ -648,7 +664,7 @@ def foreseen_forecast(
         level=level,
         checked=slot,
         steps=(((slot + 1) % SLOTS, step),),
-        records=(Record(belief), Record()),
+        records=(Record(belief), Record(), Record()),
     )
     return {"forecast": dump_forecast(forecast)}
 

@@ -15,10 +15,12 @@ from tidegate_operator.engines import Answer, Applied, Refused, Unreachable
 from tidegate_operator.events import BURST, SECONDS_PER_EVENT, EventBudget
 from tidegate_operator.fleet import Fleet
 from tidegate_operator.gpus import Prices
+from tidegate_operator.journal import Entry
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.observation import EngineInfo
 from tidegate_operator.pods import DELETION_COST
 from tidegate_operator.reconcile import Installation, Outcome, Ports, Reconciler, keep_transition_times
+from tidegate_operator.replay import replay
 from tidegate_operator.resources import DEPLOYMENTS, LLM_DEPLOYMENTS, PODS, Key, Manifest, Resource
 from tidegate_operator.store import Store
 from tidegate_operator.tokens import KeyRing, new_private_key, rotated, sign
@@ -133,6 +135,13 @@ class Keys:
         return sign(self.ring, audience=audience, now=now)
 
 
+class Noted(list[Entry]):
+    """A journal in memory."""
+
+    def write(self, entry: Entry) -> None:
+        self.append(entry)
+
+
 class World:
     """A reconciler with its ports, and one object."""
 
@@ -140,6 +149,7 @@ class World:
         self.cluster, self.metrics, self.engines, self.store = MemoryCluster(), NoMetrics(), FakeEngines(), Store()
         self.now = NOW
         self.keys = Keys()
+        self.journal = Noted()
         self.prometheus_url = prometheus_url
         self.gpu_budgets: dict[str, int] = {}
         self.reconciler = self.new_reconciler()
@@ -152,6 +162,7 @@ class World:
             fleet=Fleet(self.engines),
             keys=self.keys,
             clock=lambda: self.now,
+            journal=self.journal,
         )
         installation = Installation(
             render.Defaults("engine:1"), self.prometheus_url, self.gpu_budgets, Prices({"L4": 0.25})
@@ -212,6 +223,18 @@ async def test_a_pass_writes_status_and_children_and_the_next_one_nothing(world:
     await world.run()
     assert world.cluster.writes == []
     assert world.cluster.events == []
+
+
+async def test_every_pass_is_on_record_with_what_makes_the_same_decision_again(world: World) -> None:
+    await world.run()
+    world.add_pod("m-abc-1")
+    world.now += 30
+    await world.run()
+    await world.run()
+    assert [entry.name for entry in world.journal] == ["n/m"] * 3
+    assert [entry.memory for entry in world.journal[1:]] == [entry.decision.memory for entry in world.journal[:2]]
+    assert [replica.name for replica in world.journal[1].facts.replicas] == ["m-abc-1"]
+    assert [each.now for each in replay(world.journal)] == [entry.decision for entry in world.journal]
 
 
 async def test_the_status_with_a_new_generation_is_written_before_anything_hears_of_it(world: World) -> None:

@@ -1,5 +1,7 @@
 """The operator's settings: every variable, its default, and one sentence when it is wrong."""
 
+from pathlib import Path
+
 import pytest
 
 from tidegate_operator.__main__ import main
@@ -43,12 +45,19 @@ def test_gpu_prices_are_read_as_the_chart_writes_them() -> None:
     assert given.gpu_prices == Prices({"H100 SXM": 2.1, "L4": 0.5})
 
 
+def test_decisions_are_recorded_only_where_a_file_is_named() -> None:
+    assert read(GIVEN).journal is None
+    settings = read(GIVEN | {"TIDEGATE_JOURNAL": "/tmp/j", "TIDEGATE_JOURNAL_MEGABYTES": "8"})
+    assert (settings.journal, settings.journal_megabytes) == (Path("/tmp/j"), 8)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"TIDEGATE_NAMESPACE": " "}, "TIDEGATE_NAMESPACE is not set"),
         ({"TIDEGATE_RESYNC_SECONDS": "soon"}, "not a number"),
         ({"TIDEGATE_METRICS_PORT": "99999"}, "allowed are 0 to 65535"),
+        ({"TIDEGATE_JOURNAL_MEGABYTES": "0"}, "allowed are 1 to 100000"),
         ({"TIDEGATE_LOG_LEVEL": "loud"}, "allowed are DEBUG"),
         ({"TIDEGATE_ENGINE_RUN_AS_USER": "root"}, "not a user id"),
         ({"KUBECONFIG": ""}, "KUBECONFIG"),

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from tidegate_operator.api import parse_spec
-from tidegate_operator.shares import Claim, granted_gpus
+from tidegate_operator.memory import Memory, Want, dump_memory
+from tidegate_operator.shares import Claim, asked, granted_gpus
 
 NOW = 1_700_000_000.0
 
@@ -17,6 +18,17 @@ def claim(name: str, *, held: int, wanted: int | None, gpus: int = 1, **autoscal
 
 def shares(*claims: Claim, gpus: int) -> list[int]:
     return list(granted_gpus(claims, gpus=gpus, now=NOW).values())
+
+
+def test_what_was_asked_for_within_the_window_on_the_way_down_is_still_claimed() -> None:
+    spec = claim("a", held=3, wanted=2, behavior={"scaleDown": {"stabilizationWindowSeconds": 300}}).spec
+    history = (Want(NOW - 400, 5, 5), Want(NOW - 350, 3, 3), Want(NOW - 60, 2, 2))
+    memory = dump_memory(Memory(history=history, since=NOW - 400))
+    assert asked(spec, 2, memory, now=NOW) == 3, "three were wanted until a minute ago"
+    assert asked(spec, 2, memory, now=NOW + 250) == 2
+    assert asked(spec, 7, memory, now=NOW) == 7
+    assert asked(spec, None, memory, now=NOW) is None
+    assert asked(spec, 2, {}, now=NOW) == 2
 
 
 def test_spare_gpus_are_open_to_all() -> None:

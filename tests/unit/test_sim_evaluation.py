@@ -1,7 +1,8 @@
 """Scenarios, contenders, the matrix and its report, on workloads of a minute."""
 
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate_engine.settings import BatchSettings
-from tidegate_engine.steptime import load_profile
 from tidegate_sim import bounds, evaluation, evaluation_report, synthetic
 from tidegate_sim.arrivals import Arrival
-from tidegate_sim.contenders import FIXED_CHOICES, contenders, mix_of, object_of, planned_settings
+from tidegate_sim.contenders import FIXED_CHOICES, contenders, object_of
 from tidegate_sim.evaluation import Job, Place
 from tidegate_sim.matrix import Attempt, Matrix, Tuned, best_of, bootstrap, paired
-from tidegate_sim.scenarios import GOALS, LONGEST_TOKENS, PROFILE, REQUESTS, Scenario, all_scenarios, fits, made_up
-from tidegate_sim.specification import LOOSE
+from tidegate_sim.scenarios import GOALS, LONGEST_TOKENS, REQUESTS, Scenario, all_scenarios, fits, made_up
+from tidegate_sim.sources import reached
+from tidegate_sim.specification import LOOSE, MetricsOutage
 
 SCENARIOS = all_scenarios()
 SHORT = synthetic.only(synthetic.SHORT)
@@ -101,7 +102,7 @@ def test_a_cut_begins_at_zero_leaves_out_what_does_not_fit_and_moves_with_the_se
     assert other[0].osl - one[0].osl == pytest.approx(300, abs=2)
 
 
-SMALL = evaluation.setup_of(tiny("S1", "train"), settings=BatchSettings(24, 512, 256), arrivals=[Arrival(0.0, 10, 10)])
+SMALL = evaluation.setup_of(tiny("S1", "train", settings=BatchSettings(24, 512, 256)), [Arrival(0.0, 10, 10)])
 
 
 @pytest.mark.parametrize("name", contenders())
@@ -123,21 +124,6 @@ def test_the_object_says_what_the_plant_is() -> None:
 def test_fixed_choices_fit_the_envelope() -> None:
     for settings in FIXED_CHOICES:
         assert settings.max_num_seqs <= settings.max_num_batched_tokens <= 16384
-
-
-def test_a_mix_is_that_of_the_arrivals() -> None:
-    mix = mix_of([Arrival(0.0, 100, 20), Arrival(0.0, 200, 40), Arrival(0.0, 2000, 100), Arrival(0.0, 2000, 300)])
-    assert [(cell.share, cell.isl, cell.osl) for cell in mix.cells] == [
-        (0.5, 150, 30),
-        (0.25, 2000, 100),
-        (0.25, 2000, 300),
-    ]
-
-
-def test_planned_settings_are_those_of_the_planner() -> None:
-    long_prompts = [Arrival(0.0, 2500, 25)] * 10
-    settings = planned_settings(load_profile(PROFILE), long_prompts, ttft_seconds=2.0, itl_seconds=0.2)
-    assert settings.max_num_seqs < 64
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -251,6 +237,8 @@ def figures(attainment: float, hours: float) -> dict[str, object]:
         "lb0_hours": 2.0,
         "lb2_hours": 3.0,
         "lbv_hours": 2.5,
+        "goodput_per_second": 1.0,
+        "blind_removals": 0,
         "events": [{"ttft_p99": [4.0, None], "recovered_after": None}],
     }
 
@@ -288,6 +276,36 @@ def test_the_report_says_means_bounds_and_differences() -> None:
     assert row == "| tidegate | 98.5 / 4.1 |"
 
 
+def of_scenario(name: str, ours: dict[str, object], theirs: dict[str, object], **fields: object) -> list[str]:
+    """The rows of goals of a matrix of two seeds, where one other policy took part."""
+    other = "static-settings" if name == "S6" else "hpa-concurrency"
+    scenario = tiny(name, "train", **fields)
+    figured = {(name, "tidegate"): (ours, ours), (name, other): (theirs, theirs)}
+    return evaluation_report.goals(dataclasses.replace(matrix(), scenarios=(scenario,), figures=figured, oracles={}))[
+        2:
+    ]
+
+
+def test_goals_are_told_with_what_was_reached() -> None:
+    bound, peer = of_scenario("S3", figures(0.992, 2.8), figures(0.99, 4.0))
+    assert bound == "| at most 1.15 of the bound | S3 | 1.12 at 99.2 % | holds |"
+    assert (
+        peer
+        == "| at most 0.80 of hpa-concurrency, both at 99 % | S3 | 0.70 at 99.2 %, hpa-concurrency at 99.0 % | holds |"
+    )
+    bound, peer = of_scenario("S3", figures(0.98, 3.0), figures(0.99, 4.0))
+    assert bound.endswith("| 1.20 at 98.0 % | **missed** |")
+    assert peer.endswith("| **missed** |"), "fewer GPUs, but less than 99 % in time"
+    (never,) = of_scenario("S5-0min", figures(0.99, 3.0), figures(0.99, 4.0))
+    assert never.endswith("| never | **missed** |")
+    (turns,) = of_scenario("S6", figures(0.99, 3.0) | {"goodput_per_second": 1.4}, figures(0.99, 3.0))
+    assert turns.endswith("| 1.40 | holds |")
+    (steady,) = of_scenario("S1-poisson", figures(0.99, 3.0) | {"scalings_per_hour": 0.5}, figures(0.99, 3.0))
+    assert steady.endswith("| 0.50 | **missed** |")
+    blind = of_scenario("S8", figures(0.99, 3.0), figures(0.99, 3.0), faults=(MetricsOutage(1.0, 2.0),))
+    assert blind == ["| no replica less without metrics | S8 | 0 orders in 2 runs | holds |"]
+
+
 def test_the_plot_marks_what_was_chosen_and_more_attainment_is_higher() -> None:
     root = ElementTree.fromstring(evaluation_report.plot(matrix().tuned))
     circles = [each for each in root.iter() if each.tag.endswith("circle")]
@@ -303,6 +321,18 @@ def test_bounds_hold_for_a_fleet_of_fixed_size() -> None:
     assert GOALS == LOOSE
 
 
-def test_reports_make_no_results() -> None:
-    check: Callable[[tuple[str, ...]], str] = evaluation._code
-    assert len(check(("tidegate_sim", "tidegate_engine"))) == 64
+def test_what_shows_results_makes_none_and_what_makes_them_counts() -> None:
+    baselines, own = (set(reached(*code)) for code in (evaluation.OTHERS_CODE, evaluation.OWN_CODE))
+    assert not [name for name in baselines | own if "report" in name or "command" in name or "evaluation" in name]
+    made_by = {"tidegate_sim.fleet", "tidegate_sim.replica", "tidegate_sim.baselines.hpa", "tidegate_engine.scheduler"}
+    assert made_by <= baselines < own
+    assert {"tidegate_operator.policy", "tidegate_operator.capacity", "tidegate_operator.formula"} <= own - baselines
+    assert "tidegate_operator.reconcile" not in own
+
+
+def test_a_fleet_that_starts_otherwise_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (60.0, 61.0, 60.0):
+        known = {"S1": tiny("S1", "train", start_seconds=seconds)}
+        monkeypatch.setattr(evaluation, "all_scenarios", lambda known=known: known)
+        evaluation.run(Job("S1", "static", 2.0, 1), Place(None, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2

@@ -8,6 +8,7 @@ import pytest
 from tidegate_engine.steptime import load_profile
 from tidegate_operator.api import Spec, parse_spec
 from tidegate_operator.observation import ReplicaPhase
+from tidegate_operator.zero import ScaleToZero
 from tidegate_sim import synthetic
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.operator_controller import OperatorController, scrape_seconds
@@ -43,7 +44,13 @@ def spec_with(*, tunes: bool = False, **autoscaling: object) -> Spec:
     )
 
 
-def served(workload: list[Arrival], *faults: Fault, spec: Spec | None = None, seconds: float | None = None) -> Result:
+def served(
+    workload: list[Arrival],
+    *faults: Fault,
+    spec: Spec | None = None,
+    seconds: float | None = None,
+    zero: ScaleToZero | None = None,
+) -> Result:
     spec = spec or spec_with()
     fleet = FleetSpec(
         L4,
@@ -52,7 +59,8 @@ def served(workload: list[Arrival], *faults: Fault, spec: Spec | None = None, se
         scrape_seconds=scrape_seconds(spec),
         faults=faults,
     )
-    return simulate(workload, fleet, OperatorController(spec, engine_info(L4)), seed=1, duration_seconds=seconds)
+    controller = OperatorController(spec, engine_info(L4), zero=zero)
+    return simulate(workload, fleet, controller, seed=1, duration_seconds=seconds)
 
 
 def bursts() -> Iterator[Arrival]:
@@ -128,3 +136,36 @@ def test_steady_load_is_no_event() -> None:
     workload = list(synthetic.made_up(synthetic.steady(0.6), synthetic.only(kind), duration_seconds=900.0, seed=4))
     result = served(workload)
     assert [change for change in result.scalings if change.at > 300] == []
+
+
+def visits() -> list[Arrival]:
+    """A minute of requests, ten without any, and a minute again."""
+    rate = synthetic.steps([(0, 1.0), (60.0, 0.0), (660.0, 1.0)])
+    kind = synthetic.Kind("chat", synthetic.Tail(300, 0.3), synthetic.Tail(60, 0.3))
+    return list(synthetic.made_up(rate, synthetic.only(kind), duration_seconds=720.0, seed=5))
+
+
+def test_an_idle_fleet_goes_to_zero_and_comes_back_for_what_is_held() -> None:
+    workload = visits()
+    result = served(workload, zero=ScaleToZero(idle_seconds=120.0))
+    (slept,) = [change for change in result.scalings if change.after == 0]
+    (woke,) = [change for change in result.scalings if change.before == 0]
+    first = next(each.at_seconds for each in workload if each.at_seconds > 600)
+    assert (slept.reason, woke.reason) == ("Idle", "RequestsHeld")
+    ended = max(at for at in result.records.ended if at < 600)
+    assert ended + 120 <= slept.at < ended + 60 + 120 + 30, "after what was measured last had left the window"
+    assert 0 <= woke.at - first <= 15
+    assert result.overall.finished == result.overall.arrived == len(workload)
+    index = next(n for n, each in enumerate(workload) if each.at_seconds == first)
+    assert 15 < result.records.ttft[index] < 15 + 24 + 5, "held for a look and a start of about 20 s"
+    awake = served(workload)
+    assert result.gpu_hours < 0.6 * awake.gpu_hours and not any(change.after == 0 for change in awake.scalings)
+
+
+def test_a_fleet_that_begins_at_zero_loads_its_model_once_unasked() -> None:
+    """Before a pod was ever ready nothing says that there is a model to wake."""
+    spec = spec_with()
+    fleet = FleetSpec(L4, initial_replicas=0, settings=spec.initial_settings(), start=start_times(20.0))
+    controller = OperatorController(spec, engine_info(L4), zero=ScaleToZero(idle_seconds=60.0))
+    result = simulate([], fleet, controller, seed=1, duration_seconds=600.0)
+    assert [(change.after, change.reason) for change in result.scalings] == [(1, "FirstReplicas"), (0, "Idle")]

@@ -5,11 +5,11 @@ import math
 from tidegate_engine.settings import DEFAULT_SETTINGS
 from tidegate_engine.steptime import load_profile
 from tidegate_sim.arrivals import Arrival
-from tidegate_sim.records import Outcome, Records
+from tidegate_sim.records import Outcome, Records, Use
 from tidegate_sim.results import Change, Result, quantile, services, spread, ttft_limit
 from tidegate_sim.specification import FleetSpec, Goals
 
-FLEET = FleetSpec(load_profile("h100-llama-3.1-8b"), gpu_price_per_hour=2.0)
+FLEET = FleetSpec(load_profile("h100-llama-3.1-8b"))
 PLAIN = Goals(ttft_seconds=1.0, itl_seconds=0.05, unloaded_factor=0.0)
 MISSING = math.nan
 
@@ -37,8 +37,7 @@ def result_of(records: Records, *, changes: list[Change] | None = None, seconds:
         changes=changes or [],
         orders=0,
         reasons={},
-        gpu_seconds=7200.0,
-        pods_created=1,
+        uses={"h100": Use(7200.0, 1, 2.0)},
         preemptions=0,
         overall=overall,
         patterns=patterns,

@@ -12,6 +12,7 @@ WIDTH = 960
 LEFT = 64
 RIGHT = 150
 BAND_LABEL_HEIGHT = 18
+TITLE_HEIGHT = 20
 SLOTS = ("s1", "s2", "s3", "s4", "s5")
 """Colour classes of the style sheet; a pattern keeps its slot over the whole page."""
 
@@ -127,11 +128,48 @@ def _axis(chart: Chart, top: float, bottom: float) -> Axis:
 
 
 def svg(chart: Chart, span: Span) -> str:
+    """One plot of a page, whose points tell their values."""
+    return "\n".join(
+        [
+            f'<figure><figcaption>{escape(chart.title)} <span class="unit">{escape(chart.unit)}</span></figcaption>',
+            f'<svg viewBox="0 0 {WIDTH} {_height(chart):.0f}" role="img" aria-label="{escape(chart.title)}">',
+            *_drawing(chart, span, tells=True),
+            "</svg></figure>",
+        ]
+    )
+
+
+def picture(charts: Sequence[Chart], span: Span) -> str:
+    """Plots below each other as an SVG file of its own."""
+    parts, top = [], 0.0
+    for chart in charts:
+        title = f"{escape(chart.title)}, {escape(chart.unit)}"
+        parts += [
+            f'<g transform="translate(0 {top + TITLE_HEIGHT:.0f})">',
+            f'<text class="title" y="-2">{title}</text>',
+        ]
+        parts += [*_drawing(chart, span, tells=False), "</g>"]
+        top += TITLE_HEIGHT + _height(chart)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" role="img">',
+            f"<style>{STYLE}text.title{{font-size:14px;font-weight:600;fill:var(--ink)}}</style>",
+            f'<rect width="{WIDTH}" height="{top:.0f}" fill="var(--page)"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _height(chart: Chart) -> float:
+    return BAND_LABEL_HEIGHT + 6.0 + chart.height + 22.0
+
+
+def _drawing(chart: Chart, span: Span, *, tells: bool) -> list[str]:
+    """What is inside a plot's frame."""
     top, bottom = BAND_LABEL_HEIGHT + 6.0, BAND_LABEL_HEIGHT + 6.0 + chart.height
     axis = _axis(chart, top, bottom)
     parts = [
-        f'<figure><figcaption>{escape(chart.title)} <span class="unit">{escape(chart.unit)}</span></figcaption>',
-        f'<svg viewBox="0 0 {WIDTH} {bottom + 22:.0f}" role="img" aria-label="{escape(chart.title)}">',
         *_bands(span, top, bottom),
         *_grid(axis),
         *_times(span, bottom),
@@ -145,7 +183,7 @@ def svg(chart: Chart, span: Span) -> str:
             for at, value in chart.dots
             if span.start <= at <= span.end and (value > 0 or not chart.logarithmic)
         ]
-        parts += [_path(line, span, axis) for line in chart.lines]
+        parts += [_path(line, span, axis) + (_hover(line, span, axis) if tells else "") for line in chart.lines]
         parts += _labels(chart.lines, span, axis)
     if chart.target is not None:
         y = axis.y(chart.target)
@@ -156,7 +194,7 @@ def svg(chart: Chart, span: Span) -> str:
             f'<line class="mark" x1="{span.x(at):.1f}" x2="{span.x(at):.1f}" y1="{top}" y2="{bottom}"/>'
             f'<text class="number" x="{span.x(at):.1f}" y="{bottom - 3:.1f}">{number}</text>'
         )
-    return "\n".join([*parts, "</svg></figure>"])
+    return parts
 
 
 def _bands(span: Span, top: float, bottom: float) -> list[str]:
@@ -205,13 +243,16 @@ def _path(line: Line, span: Span, axis: Axis) -> str:
         else:
             commands.append(f"H{x:.1f}V{y:.1f}" if line.stepped else f"L{x:.1f},{y:.1f}")
         y_before = y
-    hover = "".join(
+    return f'<path class="line {line.slot}" d="{"".join(commands)}"/>'
+
+
+def _hover(line: Line, span: Span, axis: Axis) -> str:
+    return "".join(
         f'<circle class="hover" cx="{span.x(at):.1f}" cy="{axis.y(value):.1f}" r="6"><title>{escape(line.name)} at '
         f"{clock(at - span.start)}: {tell(value)}</title></circle>"
         for at, value in line.points
         if value is not None and (value > 0 or not axis.logarithmic)
     )
-    return f'<path class="line {line.slot}" d="{"".join(commands)}"/>{hover}'
 
 
 def _labels(lines: Sequence[Line], span: Span, axis: Axis) -> list[str]:

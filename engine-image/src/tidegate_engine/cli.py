@@ -56,9 +56,11 @@ from tidegate_engine.weights import ModelError
 if TYPE_CHECKING:
     from tidegate_engine.live_policy import LivePolicy
     from tidegate_engine.pooling import Pooling
+    from tidegate_engine.ranks import RankEnd, Team
     from tidegate_engine.runner import Runner
     from tidegate_engine.serve import Model
     from tidegate_engine.tokenizer import ModelTokenizer
+    from tidegate_engine.torch_runner import TorchOptions
 
 TERMINATION_LOG = Path("/dev/termination-log")
 QUEUED_PER_SEQUENCE = 8
@@ -114,9 +116,10 @@ def _serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("DependencyMissing", f"{error}; install tidegate[server] or tidegate[engine]") from error
 
+    settings = _read_settings(args)
+    args.most_sequences = settings.envelope.max_num_seqs[1]
     name, model = _read_model(args)
     names = args.served_model_name or [name]
-    settings = _read_settings(args)
     options = ServeOptions(
         host=args.host,
         port=args.port,
@@ -151,10 +154,15 @@ def _read_model(args: argparse.Namespace) -> tuple[str, "Model"]:
     """The model's own name, and how to load it."""
     args = _loading_args(args)
     if args.runner == "modelled":
+        if args.tensor_parallel_size > 1:
+            raise ConfigError("FlagsInvalid", "--tensor-parallel-size needs --runner torch: a profile has its own GPUs")
         profile = _read_profile(args)
         return profile.name, _modelled(args, profile)
     if args.model is None:
         raise ConfigError("FlagsInvalid", "--model is needed with --runner torch")
+    if args.tensor_parallel_size > 1 and (args.enable_lora or _host_bytes(args)):
+        what = "--enable-lora" if args.enable_lora else "--kv-offload-bytes"
+        raise ConfigError("FlagsInvalid", f"{what} needs --tensor-parallel-size 1")
     return Path(args.model).stem, _computed(args, _read_precision(args))
 
 
@@ -184,7 +192,18 @@ def _computed(args: argparse.Namespace, precision: Precision) -> "Model":
     from tidegate_engine.serve import Model
 
     pooling = _read_pooling(args)
-    return Model(lambda: (_load_torch(args, precision, pooling), None), lambda: _load_chat_tokenizer(args))
+
+    def load_runner(team: "Team | None" = None) -> tuple["Runner", None]:
+        return _load_torch(args, precision, pooling, team), None
+
+    def follow_rank(end: "RankEnd") -> None:
+        from tidegate_engine.torch_runner import follow_rank
+        from tidegate_engine.weights import find_model_file
+
+        follow_rank(find_model_file(args.model), end, options=_torch_options(args, precision, pooling))
+
+    ranks = args.tensor_parallel_size
+    return Model(load_runner, lambda: _load_chat_tokenizer(args), ranks, follow_rank)
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
@@ -210,18 +229,29 @@ def _load_chat_tokenizer(args: argparse.Namespace) -> "ModelTokenizer":
     return tokenizer
 
 
-def _load_torch(args: argparse.Namespace, precision: Precision, pooling: "Pooling | None") -> "Runner":
+def _load_torch(
+    args: argparse.Namespace, precision: Precision, pooling: "Pooling | None", team: "Team | None"
+) -> "Runner":
     from tidegate_engine.cgroup import Machine
     from tidegate_engine.weights import find_model_file
 
     path = find_model_file(args.model)
     try:
         from tidegate_engine.grammars import Grammars
-        from tidegate_engine.lora import LoraLimits
-        from tidegate_engine.torch_runner import TorchOptions, TorchRunner
+        from tidegate_engine.torch_runner import TorchRunner
     except ImportError as error:
         raise _cannot_compute(error) from error
-    options = TorchOptions(
+    masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
+    return TorchRunner(path, options=_torch_options(args, precision, pooling), masks=masks, team=team)
+
+
+def _torch_options(args: argparse.Namespace, precision: Precision, pooling: "Pooling | None") -> "TorchOptions":
+    from tidegate_engine.decode_graphs import sizes_up_to
+    from tidegate_engine.lora import LoraLimits
+    from tidegate_engine.torch_runner import TorchOptions
+
+    most = args.most_sequences or DEFAULT_SETTINGS.max_num_seqs
+    return TorchOptions(
         precision=precision,
         quantisation=CHECKPOINT_METHODS.get(args.quantization),
         block_tokens=args.block_size or 16,
@@ -230,9 +260,10 @@ def _load_torch(args: argparse.Namespace, precision: Precision, pooling: "Poolin
         host_bytes=_host_bytes(args),
         lora=LoraLimits(args.max_loras, args.max_lora_rank) if args.enable_lora else None,
         pooling=pooling,
+        device=args.device,
+        kernels=args.kernels,
+        graph_sizes=() if args.enforce_eager or args.device == "cpu" else sizes_up_to(most),
     )
-    masks = Grammars.of(_load_tokenizer(args), threads=Machine().cpus())
-    return TorchRunner(path, options=options, masks=masks)
 
 
 def _cannot_compute(error: ImportError) -> ModelError:
@@ -675,6 +706,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use; default: the file's"
     )
     _add_runner_flags(group)
+    _add_split_flag(group)
 
 
 def _add_runner_flags(group: argparse._ActionsContainer) -> None:
@@ -683,6 +715,19 @@ def _add_runner_flags(group: argparse._ActionsContainer) -> None:
         help="torch computes the model; modelled takes as long as the GPU of --profile would and makes up the text",
     )  # fmt: skip
     group.add_argument("--profile", metavar="NAME|FILE.json", help="GPU and model of the modelled runner")
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the torch runner computes; cuda has not been run on a GPU yet, it is proven without one only",
+    )  # fmt: skip
+    group.add_argument(
+        "--kernels", choices=("auto", "torch", "triton"), default="auto",
+        help="what it computes with: torch on the CPU and triton on a GPU, which auto is; with TRITON_INTERPRET=1 "
+        "triton's are interpreted on the CPU",
+    )  # fmt: skip
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="record no CUDA graphs of decode steps; on a CPU there are none"
+    )
+    group.set_defaults(most_sequences=None)
     _add_precision_flags(group)
     group.add_argument(
         "--speculative-config", metavar="JSON",
@@ -691,10 +736,18 @@ def _add_runner_flags(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
+def _add_split_flag(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N",
+        help="processes that share the torch runner's model, each on a GPU of its own, or on the CPU",
+    )  # fmt: skip
+
+
 def _add_precision_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype", choices=tuple(DTYPES), default="auto", metavar="TYPE",
-        help="type of activations, and of weights whose precision is not given: float32 (auto), bfloat16, float16",
+        help="type of activations, and of weights whose precision is not given: float32 (auto; on a GPU that "
+        "is bfloat16), bfloat16, float16",
     )  # fmt: skip
     group.add_argument(
         "--precision", default="auto", metavar="POLICY",
@@ -912,7 +965,7 @@ def _add_pooler_flag(group: argparse._ActionsContainer) -> None:
 
 
 LOADING_FLAGS: tuple[Callable[[argparse._ActionsContainer], None], ...] = (
-    _add_runner_flags, _add_memory_flags, _add_lora_flags, _add_template_flag, _add_pooler_flag,
+    _add_runner_flags, _add_split_flag, _add_memory_flags, _add_lora_flags, _add_template_flag, _add_pooler_flag,
 )  # fmt: skip
 """All that loading a model reads. Commands that load one offer some of them, and have the defaults of the others."""
 

@@ -4,44 +4,62 @@ Owns the process group, NCCL's between GPUs and gloo's between CPUs. What a rank
 `transformer` calls these where a product's columns, or the head's rows, are shared.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from tidegate_engine.tensor_split import Share, largest_part
+
+HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """All ranks call the same ones in the same order. Both may be captured in a CUDA graph under NCCL."""
+    """All ranks call the same ones in the same order. `add` and `join` may be captured in a CUDA graph under NCCL."""
 
     add: Callable[[Tensor], Tensor]
     """The sum of all ranks' tensors of one shape; may be made in place."""
     join: Callable[[Tensor, int], Tensor]
     """All ranks' columns one after the other, `[rows, columns]`, of parts that `tensor_split` made of these columns."""
+    least: Callable[[int], int]
+    """The smallest of all ranks' numbers."""
 
 
-ALONE = Collectives(add=lambda part: part, join=lambda part, _columns: part)
+ALONE = Collectives(add=lambda part: part, join=lambda part, _columns: part, least=lambda number: number)
 """Of a rank that holds everything."""
 
 
-@contextmanager
-def joined(share: Share, *, address: str, device: torch.device) -> Iterator[Collectives]:
-    """Meet the other ranks, each a process of its own, and part at the end; returns when all of them have come.
+def meeting_place(ranks: int) -> tuple[Store, int]:
+    """Where the ranks of this machine meet, made by the first one, and its port, at which the others find it."""
+    store = TCPStore(HERE, 0, ranks, is_master=True, wait_for_workers=False)
+    return store, store.port
 
-    `address`: the same for all, `tcp://host:port` or `file:///path` of a file that is not there yet.
-    """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=share.rank, world_size=share.ranks)
-    try:
-        yield Collectives(_add, _join)
-    finally:
-        dist.destroy_process_group()
+
+def meeting_place_at(port: int, ranks: int) -> Store:
+    """The same for a rank beside the first."""
+    return TCPStore(HERE, port, ranks, is_master=False)
+
+
+def join(share: Share, *, store: Store, device: torch.device) -> Collectives:
+    """Meet the other ranks, each a process of its own, until the process ends; returns when all of them have come."""
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        # Otherwise gloo takes the address that the machine's name has, if it has one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("nccl" if is_gpu else "gloo", store=store, rank=share.rank, world_size=share.ranks)
+
+    def least(number: int) -> int:
+        found = torch.tensor(number, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
+
+    return Collectives(_add, _join, least)
 
 
 def _add(part: Tensor) -> Tensor:

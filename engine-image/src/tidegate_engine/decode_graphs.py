@@ -1,8 +1,8 @@
 """Decode steps at a few fixed batch sizes, each recorded once as a CUDA graph and replayed with new contents.
 
 Owns the buffers that graphs read: a step's rows are copied in, and what is missing to the next size is padding in block
-0, which no request has. On a CPU, where there are no graphs, the same padded step is computed each time. Called by the
-GPU measurements; `torch_runner` does not yet run on a GPU.
+0, which no request has. On a CPU, where there are no graphs, the same padded step is computed each time. Called by
+`model_part` and by the GPU measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tidegate_engine.transformer import Decoder, forward
-from tidegate_kernels.reference import Cache, Ragged
+from tidegate_engine.transformer import Decoder, ExpertMlp, forward
+from tidegate_kernels.reference import Cache, ExpertsApart, Ragged
 
+MAX_SIZE = 512
+"""Beyond it a step takes so long that its launches do not matter."""
 WARM_UPS = 2
 """Runs before a recording, in which kernels are compiled and buffers allocated."""
 
@@ -31,7 +33,7 @@ class _Recorded:
 class DecodeGraphs:
     """Steps of one token a sequence, of up to the largest of `sizes` sequences of up to `context_tokens` each.
 
-    For decoders whose layers share block tables, and without experts: these ask the GPU for counts in every layer.
+    For decoders whose layers share block tables, of which `can_be_recorded` is true.
     """
 
     def __init__(self, decoder: Decoder, caches: Sequence[Cache], *, sizes: Sequence[int], context_tokens: int) -> None:
@@ -39,6 +41,12 @@ class DecodeGraphs:
         self._device = decoder.norm.device
         # The largest first: the others' memory comes out of what it has freed.
         self._recorded = {size: self._record(size) for size in sorted(sizes, reverse=True)}
+
+    def takes(self, batch: Ragged) -> bool:
+        """Whether `run` computes such a step: one token a sequence, none of which has a view of its own."""
+        new, total = batch.counts
+        fits = len(new) <= max(self._recorded) and max(total) <= self._context_tokens
+        return fits and max(new) == 1 and batch.views is None
 
     def run(self, token_ids: Tensor, batch: Ragged) -> Tensor:
         """Logits `[sequences, vocab]`, valid until the next call. Raises ValueError for a step that is too large."""
@@ -93,6 +101,21 @@ class DecodeGraphs:
         replay = step if self._device.type == "cpu" else _graph_of(step)
         kept = (rows, *(tensor for turns in self._decoder.turns for tensor in turns.memory))
         return _Recorded(token_ids, batch, replay, kept)
+
+
+def sizes_up_to(largest: int) -> tuple[int, ...]:
+    """Batch sizes to record: 1, 2, 4, 8, and then each at most a half more than the one before."""
+    sizes, size = [1, 2, 4, 8], 8
+    while size < (most := min(largest, MAX_SIZE)):
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+        sizes.append(min(size, most))
+    return tuple(each for each in sizes if each <= max(1, largest))
+
+
+def can_be_recorded(decoder: Decoder) -> bool:
+    """Whether no layer asks the device for anything: experts that are multiplied one by one do, for their counts."""
+    mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp)]
+    return not any(isinstance(each, ExpertsApart) for mlp in mlps for each in (mlp.gate_up, mlp.down))
 
 
 def _graph_of(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -20,6 +20,7 @@ from tidegate_engine import engine_wire as wire
 from tidegate_engine.engine import Health, Output, Report, Sink, Status
 from tidegate_engine.engine_wire import Frame, Link, Row
 from tidegate_engine.process_memory import resident_bytes
+from tidegate_engine.ranks import ending_of
 from tidegate_engine.request import FinishReason, Request
 from tidegate_engine.runner import AdapterInfo
 from tidegate_engine.settings import AdmissionPolicy, BatchSettings
@@ -51,8 +52,7 @@ class EngineProcess:
         if self.ending is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                code = os.waitstatus_to_exitcode(status)
-                self.ending = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                self.ending = ending_of(status)
         return self.ending
 
     async def wait(self, seconds: float) -> str | None:

@@ -5,7 +5,6 @@ which drains. Forked by `serve` before anything has threads.
 """
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -14,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ import uvloop
 from tidegate_engine import engine_wire as wire
 from tidegate_engine.engine import Engine, Output
 from tidegate_engine.engine_wire import Frame, Link, Row
+from tidegate_engine.ranks import Team, die_with
 from tidegate_engine.request import FinishReason, Request
 from tidegate_engine.weights import ModelError
 
@@ -29,21 +30,20 @@ BEAT_SECONDS = 0.5
 """How often the HTTP process hears from this one, whatever the loop does."""
 SWITCH_INTERVAL_SECONDS = 0.001
 """How long the event loop may keep the loop's thread from taking the interpreter after a step."""
-PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
 
 
-def run_engine(end: socket.socket, load: Callable[[], Engine], *, parent: int) -> NoReturn:
-    """Be the engine's process, to its end."""
+def run_engine(end: socket.socket, load: Callable[[], Engine], *, parent: int, team: Team | None = None) -> NoReturn:
+    """Be the engine's process, to its end; `team`: the other ranks of its model, its children."""
     code = 1
     try:
-        _die_with(parent)
+        die_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(host_engine(end, load))
+            runner.run(host_engine(end, load, team))
         code = 0
     except Exception:
         logger.exception("the engine's process failed")
@@ -52,11 +52,22 @@ def run_engine(end: socket.socket, load: Callable[[], Engine], *, parent: int) -
         os._exit(code)  # a thread inside native code would keep the interpreter from ending
 
 
-async def host_engine(end: socket.socket, load: Callable[[], Engine]) -> None:
-    """Load, then serve until the other end hangs up. A model that cannot be loaded is reported there."""
+async def host_engine(end: socket.socket, load: Callable[[], Engine], team: Team | None = None) -> None:
+    """Load, then serve until the other end hangs up. A model that cannot be loaded is reported there, as is a rank that
+    ends: whoever waits for it, in the middle of a step, waits for ever."""
     link = await Link.open(end)
+    lost: asyncio.Future[tuple[str | None, str]] = asyncio.get_running_loop().create_future()
+    if team is not None:
+        team.watch(partial(_tell_lost, asyncio.get_running_loop(), lost))
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    both: list[asyncio.Future[Any]] = [loading, lost]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        link.send("failed", *lost.result())
+        await link.close()
+        return
     try:
-        engine = await asyncio.to_thread(load)
+        engine = loading.result()
     except ModelError as error:
         link.send("failed", error.reason, error.message)
     except Exception as error:
@@ -65,9 +76,23 @@ async def host_engine(end: socket.socket, load: Callable[[], Engine]) -> None:
     else:
         gc.freeze()
         engine.start()
-        await _Host(engine, link).serve()
+        host = _Host(engine, link)
+        lost.add_done_callback(lambda found: host.lose(found.result()[1]))
+        await host.serve()
         engine.stop()
     await link.close()
+
+
+def _tell_lost(
+    loop: asyncio.AbstractEventLoop, lost: "asyncio.Future[tuple[str | None, str]]", reason: str | None, message: str
+) -> None:
+    """From any thread; the first to be lost is the cause of the others' end."""
+
+    def tell() -> None:
+        if not lost.done():
+            lost.set_result((reason, message))
+
+    loop.call_soon_threadsafe(tell)
 
 
 class _Host:
@@ -80,6 +105,12 @@ class _Host:
         self._unreadable = 0
         self._prompt: list[int] | None = None
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._lost: str | None = None
+
+    def lose(self, message: str) -> None:
+        """Tell the other side that the engine has failed, whatever its loop waits for."""
+        self._lost = message
+        self._send("beat")
 
     async def serve(self) -> None:
         runner = self._engine.runner
@@ -110,6 +141,8 @@ class _Host:
         """Every frame tells the status, so that the other side knows it without asking."""
         status = self._engine.status()
         status = replace(status, taken=status.taken + self._unreadable)
+        if self._lost is not None:
+            status = replace(status, health=replace(status.health, alive=False, failure=self._lost))
         self._link.send(kind, wire.plain(wire.STATUS, status), *fields)
 
     async def _beat(self) -> None:
@@ -213,10 +246,3 @@ class _Sink:
         else:
             self._has_begun = True
             self._put(wire.output_row(self._number, output, cached=self._request.num_cached))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, so that none is left behind with the memory of a model."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the kernel knew
-        os._exit(1)

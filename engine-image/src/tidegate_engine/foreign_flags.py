@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 IGNORED: dict[str, tuple[str, str]] = {
     "--seed": ("1", "each request names its own seed"),
     "--gpu-memory-utilization": ("1", "the KV cache is sized by --num-gpu-blocks-override, or by what fits"),
-    "--enforce-eager": ("0", "steps are run eagerly where there is no graph"),
     "--cudagraph-capture-sizes": ("+", "graphs are captured for the sizes that the settings allow"),
     "--calculate-kv-scales": ("0", "scales of the KV cache are always computed, one for each token and head"),
     "--enable-prompt-tokens-details": ("0", "usage always has cached_tokens"),
@@ -58,8 +57,8 @@ REFUSED: dict[str, str] = {
     "-b": "use --max-num-batched-tokens",
     "-ub": "use --long-prefill-token-threshold",
 }
-ONE_ONLY = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "-tp")
-"""A replica is one process on one device."""
+ONE_ONLY = ("--pipeline-parallel-size", "--data-parallel-size")
+"""A replica is one model, whole or split by --tensor-parallel-size."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,9 @@ class _OneOnly(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if values != "1":
-            parser.error(f"{option_string} can be 1 only: a replica uses one device; ask for more replicas")
+            parser.error(
+                f"{option_string} can be 1 only: a model is split by --tensor-parallel-size; ask for more replicas"
+            )
 
 
 class _Fixed(argparse.Action):

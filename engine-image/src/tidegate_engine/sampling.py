@@ -8,8 +8,8 @@ is right exactly when it is the one that would have been chosen.
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tidegate_engine.kernel_sampling import NOTHING, Said, adjustments_of, choice_of, randoms_of
 from tidegate_engine.request import Request, SampledToken, SamplingParams, TokenLogprobs
+from tidegate_kernels.reference import GREEDY_BELOW, Choice
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below count as zero: dividing by them overflows."""
 CANDIDATES = (64, 1024)
 """Most likely tokens that are sorted at first, and then; the whole vocabulary only where top-p reaches beyond them."""
 SPAN = 128
@@ -71,6 +71,21 @@ class Row(NamedTuple):
         return self.request.output_tokens + len(self.drafts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a step, made one by one where somebody asks: most are plain."""
+
+    requests: Sequence[Request]
+    ahead: Sequence[Sequence[int]] | None
+    """The drafts before each; None = no row has any."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, index: int) -> Row:
+        return Row(self.requests[index], () if self.ahead is None else self.ahead[index])
+
+
 @dataclass(slots=True)
 class _Said:
     """What penalties need to know of a request: its prompt's tokens once each, and counts of the first `output`."""
@@ -104,7 +119,7 @@ class _Batch:
     changed: Sequence[int]
     """Rows whose logits are not used as they are."""
     delayed: Sequence[int]
-    """Of the others, those with a minimum length, which may not be reached."""
+    """Rows with a minimum length, which may not be reached."""
     drawn: Sequence[int]
     """Rows that are not greedy."""
     keys: NDArray[np.uint64]
@@ -116,13 +131,26 @@ class _Batch:
 
 
 class Sampler:
-    """Chooses tokens for one model. `masks` None = no request has a grammar."""
+    """Chooses tokens for one model. `masks` None = no request has a grammar.
 
-    def __init__(self, *, eos_ids: Sequence[int], entropy: bytes, masks: Masks | None = None) -> None:
+    `kernel`: `choose_tokens` of `Operations`, which penalises and draws all rows in one launch; None = torch does.
+    """
+
+    def __init__(
+        self,
+        *,
+        eos_ids: Sequence[int],
+        entropy: bytes,
+        masks: Masks | None = None,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> None:
         self._eos_ids = tuple(eos_ids)
         self._grammar_ends = () if masks is None else tuple(masks.eos_ids)
         self._entropy = entropy
         self._masks = masks
+        self._kernel = kernel
+        self._choice: Choice | None = None
+        """Of the rows of `_batch`, for the kernel; None = not asked for yet."""
         self._said: WeakKeyDictionary[Request, _Said] = WeakKeyDictionary()
         self._batch = self._batch_of(())
         self._rules: dict[tuple[int, ...], Rules] = {}
@@ -189,44 +217,13 @@ class Sampler:
     ) -> list[SampledToken]:
         """The token of each row. `ahead`: the drafts before each, None = no row has any."""
         if [request() for request in self._batch.requests] != requests:  # by identity
-            self._batch, self._rules = self._batch_of(requests), {}
+            self._batch, self._rules, self._choice = self._batch_of(requests), {}, None
         batch = self._batch
-
-        def output_tokens(index: int) -> int:
-            return requests[index].output_tokens + (0 if ahead is None else len(ahead[index]))
-
-        highest, greedy = logits.max(dim=-1)
-        ids: list[int] = greedy.tolist()
-        replaced: dict[int, SampledToken] = {}
-        if not math.isfinite(float(highest.sum())):
-            finite = highest.isfinite().tolist()
-            replaced = {index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite}
-        delayed = [index for index in batch.delayed if output_tokens(index) < requests[index].params.min_tokens]
-        adjusted = sorted([*batch.changed, *delayed])
-        changed: Tensor | None = None
-        if adjusted:
-            changed = logits[adjusted]
-            rows = [Row(requests[index], () if ahead is None else ahead[index]) for index in adjusted]
-            instead = self._adjust(changed, rows, step_rows=len(requests))
-            values, best = changed.max(dim=-1)
-            for index, token_id, value, other in zip(adjusted, best.tolist(), values.tolist(), instead, strict=True):
-                ids[index] = token_id
-                if index in replaced:
-                    continue
-                if other is not None or not math.isfinite(value):
-                    replaced[index] = other or (NONE_LEFT if value == -math.inf else OVERFLOW)
-        if batch.drawn:
-            positions = np.array([output_tokens(index) for index in batch.drawn])
-            points = dict(zip(batch.drawn, uniforms(batch.keys, positions).tolist(), strict=True))
-            drawn = [index for index in batch.drawn if index not in replaced] if replaced else batch.drawn
-            at_once = _rows_at_once(logits)
-            for start in range(0, len(drawn), at_once):
-                part = drawn[start : start + at_once]
-                rules = self._rules_of(part, requests, logits)
-                chosen = choose(_rows_of(part, logits, adjusted, changed), rules, [points[index] for index in part])
-                for index, token_id in zip(part, chosen, strict=True):
-                    ids[index] = token_id
-        logprobs = _logprobs(logits, batch.logprobs, ids) if batch.logprobs else {}
+        rows = _Rows(requests, ahead)
+        choose_all = self._choose_by_torch if self._kernel is None else self._choose_by_kernel
+        raw = logits.clone() if batch.logprobs and self._kernel is not None else logits
+        ids, replaced = choose_all(logits, rows)
+        logprobs = _logprobs(raw, batch.logprobs, ids) if batch.logprobs else {}
         tokens = [self._kept.get(token_id) or self._keep(token_id) for token_id in ids]
         for index, told in logprobs.items():
             tokens[index] = tokens[index]._replace(logprobs=told)
@@ -236,6 +233,75 @@ class Sampler:
         for index, other in replaced.items():
             tokens[index] = other
         return tokens
+
+    def _choose_by_torch(self, logits: Tensor, rows: _Rows) -> tuple[list[int], dict[int, SampledToken]]:
+        """A token id of each row, and what to answer instead of some."""
+        batch = self._batch
+        highest, greedy = logits.max(dim=-1)
+        ids: list[int] = greedy.tolist()
+        replaced: dict[int, SampledToken] = {}
+        if not math.isfinite(float(highest.sum())):
+            finite = highest.isfinite().tolist()
+            replaced = {index: NOT_FINITE for index, is_finite in enumerate(finite) if not is_finite}
+        adjusted = sorted({*batch.changed, *_delayed(batch, rows)})
+        changed: Tensor | None = None
+        if adjusted:
+            changed = logits[adjusted]
+            own = [rows[index] for index in adjusted]
+            for index, row in enumerate(own):
+                self._penalise(changed[index], row)
+            instead = self._mask(changed, own, step_rows=len(rows))
+            values, best = changed.max(dim=-1)
+            for index, token_id, value, other in zip(adjusted, best.tolist(), values.tolist(), instead, strict=True):
+                ids[index] = token_id
+                if index in replaced:
+                    continue
+                if other is not None or not math.isfinite(value):
+                    replaced[index] = other or (NONE_LEFT if value == -math.inf else OVERFLOW)
+        if batch.drawn:
+            points = dict(zip(batch.drawn, _points(batch, rows).tolist(), strict=True))
+            drawn = [index for index in batch.drawn if index not in replaced] if replaced else batch.drawn
+            at_once = _rows_at_once(logits)
+            for start in range(0, len(drawn), at_once):
+                part = drawn[start : start + at_once]
+                rules = self._rules_of(part, rows, logits)
+                chosen = choose(_rows_of(part, logits, adjusted, changed), rules, [points[index] for index in part])
+                for index, token_id in zip(part, chosen, strict=True):
+                    ids[index] = token_id
+        return ids, replaced
+
+    def _choose_by_kernel(self, logits: Tensor, rows: _Rows) -> tuple[list[int], dict[int, SampledToken]]:
+        """As `_choose_by_torch`, with all but masks in one launch; `logits` are changed in place."""
+        assert self._kernel is not None
+        batch, device, params = self._batch, logits.device, [request.params for request in rows.requests]
+        highest = logits.amax(dim=-1)
+        # Masks go first: what they take away no penalty brings back.
+        instead: dict[int, SampledToken] = {}
+        masked = sorted({*batch.held, *_delayed(batch, rows)})
+        if masked:
+            part = logits[masked]
+            found = self._mask(part, [rows[index] for index in masked], step_rows=len(rows))
+            logits[masked] = part
+            instead = {index: other for index, other in zip(masked, found, strict=True) if other is not None}
+        penalised = {index: self._said_before(rows[index]) for index in batch.changed}
+        if self._choice is None:
+            self._choice = choice_of(params, vocab=logits.shape[1], device=device)
+        choice = self._choice
+        if batch.drawn:
+            points = randoms_of(batch.drawn, _points(batch, rows), count=len(rows), device=device)
+            choice = replace(choice, randoms=points)
+        tokens = self._kernel(logits, choice, adjustments_of(params, penalised, device) if penalised else None)
+        chosen, tops = torch.stack((tokens.double(), highest.double())).tolist()  # one copy for both
+        ids = [max(0, int(token_id)) for token_id in chosen]
+        replaced: dict[int, SampledToken] = {}
+        for index, (token_id, top) in enumerate(zip(chosen, tops, strict=True)):
+            if not math.isfinite(top):
+                replaced[index] = NOT_FINITE
+            elif index in instead:
+                replaced[index] = instead[index]
+            elif token_id < 0:
+                replaced[index] = NONE_LEFT if float(logits[index].max()) == -math.inf else OVERFLOW
+        return ids, replaced
 
     def _keep(self, token_id: int) -> SampledToken:
         if len(self._kept) >= MAX_KEPT_TOKENS:
@@ -250,7 +316,7 @@ class Sampler:
         return _Batch(
             requests=[ref(request) for request in requests],
             changed=changed,
-            delayed=[index for index, each in enumerate(params) if each.min_tokens and _is_plain(each)],
+            delayed=[index for index, each in enumerate(params) if each.min_tokens],
             drawn=drawn,
             keys=np.array([self._key_of(requests[index]) for index in drawn], np.uint64),
             held=frozenset(index for index, each in enumerate(params) if each.grammar is not None),
@@ -261,25 +327,18 @@ class Sampler:
         seed = request.params.seed
         return key_of(self._entropy + request.id.encode() if seed is None else b"seed %d" % seed)
 
-    def _rules_of(self, part: Sequence[int], requests: Sequence[Request], logits: Tensor) -> Rules:
+    def _rules_of(self, part: Sequence[int], rows: _Rows, logits: Tensor) -> Rules:
         found = self._rules.get(key := tuple(part))
         if found is None:
-            params = [requests[index].params for index in part]
+            params = [rows[index].request.params for index in part]
             found = self._rules[key] = rules_of(params, vocab=logits.shape[1], device=logits.device)
         return found
 
-    def _adjust(self, logits: Tensor, rows: Sequence[Row], *, step_rows: int) -> list[SampledToken | None]:
-        """Apply to each row, in place, what its request asks for; returns what to answer instead of a token of its.
+    def _mask(self, logits: Tensor, rows: Sequence[Row], *, step_rows: int) -> list[SampledToken | None]:
+        """Leave of each row, in place, what grammar and minimum length do; returns what to answer instead of a token.
 
         `step_rows`: how many rows the step has, these and plain ones.
         """
-        for index, row in enumerate(rows):
-            params = row.request.params
-            if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-                self._penalise(logits[index], row)
-            if params.logit_bias:
-                ids, biases = zip(*params.logit_bias, strict=True)
-                logits[index, list(ids)] += torch.tensor(biases, device=logits.device)
         held = [index for index, row in enumerate(rows) if row.request.params.grammar is not None]
         instead = self._apply_grammars(logits, rows, held, may_wait=len(held) == step_rows)
         for index, row in enumerate(rows):
@@ -313,20 +372,31 @@ class Sampler:
         return instead
 
     def _penalise(self, logits: Tensor, row: Row) -> None:
-        params = row.request.params
-        said = self._said_by(row.request)
-        counts = said.counts
-        if row.drafts:
-            counts = dict(counts)
-            _count(row.drafts, counts)
+        """Apply penalties and biases to one row, in place."""
+        params, said = row.request.params, self._said_before(row)
         if params.repetition_penalty != 1:
-            seen = list({*said.prompt, *counts})
+            seen = list({*said.prompt, *said.counts})
             values = logits[seen]
             penalty = params.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if counts:
-            amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits.device)
-            logits[list(counts)] -= params.presence_penalty + params.frequency_penalty * amounts
+        if said.counts:
+            amounts = torch.tensor(list(said.counts.values()), dtype=torch.float32, device=logits.device)
+            logits[list(said.counts)] -= params.presence_penalty + params.frequency_penalty * amounts
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            logits[list(ids)] += torch.tensor(biases, device=logits.device)
+
+    def _said_before(self, row: Row) -> Said:
+        """What the row's penalties need to know; nothing where it has none."""
+        params = row.request.params
+        if not (params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1):
+            return NOTHING
+        said = self._said_by(row.request)
+        if not row.drafts:
+            return Said(said.prompt, said.counts)
+        counts = dict(said.counts)
+        _count(row.drafts, counts)
+        return Said(said.prompt, counts)
 
     def _said_by(self, request: Request) -> _Said:
         said = self._said.get(request)
@@ -336,6 +406,16 @@ class Sampler:
         _count(request.output_ids[said.output :], said.counts)
         said.output = len(request.output_ids)
         return said
+
+
+def _delayed(batch: _Batch, rows: _Rows) -> list[int]:
+    """Rows whose minimum length is not reached."""
+    return [index for index in batch.delayed if rows[index].output_tokens < rows[index].request.params.min_tokens]
+
+
+def _points(batch: _Batch, rows: _Rows) -> NDArray[np.float64]:
+    """The random numbers of the rows that draw."""
+    return uniforms(batch.keys, np.array([rows[index].output_tokens for index in batch.drawn]))
 
 
 def _rows_at_once(logits: Tensor) -> int:
@@ -436,7 +516,9 @@ def _draw_among(weights: Tensor, points: Tensor, top_k: Tensor, top_p: Tensor, *
     limit = top_p * total
     is_enough = (top_k <= size) | ((top_k == vocab) & (ends[:, -1:] >= limit)) | (size == vocab)
     kept[:, 1:][ends[:, :-1] >= limit] = 0
-    chosen = token_ids.gather(1, _draw(kept, points)[:, None])[:, 0].tolist()
+    # In the order of their numbers, as where nothing is cut.
+    token_ids, order = token_ids.sort(dim=-1)
+    chosen = token_ids.gather(1, _draw(kept.gather(1, order), points)[:, None])[:, 0].tolist()
     return [token_id if known else None for token_id, known in zip(chosen, is_enough[:, 0].tolist(), strict=True)]
 
 

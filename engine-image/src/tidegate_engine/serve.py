@@ -38,6 +38,7 @@ from tidegate_engine.metrics import EngineMetrics, Snapshot, add_counts, render
 from tidegate_engine.ngrams import NgramSpeculation
 from tidegate_engine.policy_control import PolicyControl
 from tidegate_engine.pooled_batcher import PooledLimits
+from tidegate_engine.ranks import RankEnd, Team, start_ranks
 from tidegate_engine.reasoning import FORMATS as REASONING_FORMATS
 from tidegate_engine.request import Window
 from tidegate_engine.resize import ResizeControl
@@ -60,11 +61,14 @@ logger = logging.getLogger(__name__)
 class Model:
     """How to load the parts of a model, each in the process that needs it.
 
-    `load_runner` also gives what the loop calls when it has nothing to do.
+    `load_runner` takes the other ranks, where there are `ranks` of them, and also gives what the loop calls when it has
+    nothing to do. Each of these ranks is a process that runs `follow_rank`.
     """
 
-    load_runner: Callable[[], tuple[Runner, Callable[[], None] | None]]
+    load_runner: Callable[..., tuple[Runner, Callable[[], None] | None]]
     load_tokenizer: Callable[[], Tokenizer]
+    ranks: int = 1
+    follow_rank: Callable[[RankEnd], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +152,20 @@ def _fork_engine(
     if pid == 0:
         for other in (end, *foreign):
             other.close()
+        team = None
+        if model.follow_rank is not None and model.ranks > 1:
+            team = start_ranks(model.ranks, model.follow_rank, foreign=[engine_end])
 
         def load() -> Engine:
-            return load_engine(model, options)
+            return load_engine(model, options, team)
 
-        run_engine(engine_end, load, parent=parent)
+        run_engine(engine_end, load, parent=parent, team=team)
     engine_end.close()
     return end, EngineProcess(pid)
 
 
-def load_engine(model: Model, options: ServeOptions) -> Engine:
-    runner, on_idle = model.load_runner()
+def load_engine(model: Model, options: ServeOptions, team: Team | None = None) -> Engine:
+    runner, on_idle = model.load_runner() if team is None else model.load_runner(team)
     return build_engine(
         runner,
         options.settings,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tidegate_engine.request import Request, Step, StepItem, Window
-from tidegate_kernels.reference import Ragged
+from tidegate_kernels.reference import Ragged, view_table_of
 
 Integers = NDArray[np.int64]
 START_PLACES, START_COLUMNS = 64, 64
@@ -186,6 +186,7 @@ class StepInputs:
         tables: NDArray[np.int32],
         slots: Integers,
     ) -> Ragged:
+        views = None if self._views is None else [self._views[index] for index in order.tolist()]
         group_tables, group_slots = torch.from_numpy(tables), torch.from_numpy(slots)
         batch = Ragged(
             query_starts=torch.from_numpy(bounds.astype(np.int32)),
@@ -196,7 +197,8 @@ class StepInputs:
             counts=(np.diff(bounds).tolist(), lengths.tolist()),
             block_tokens=self._block_tokens,
             groups={},
-            views=None if self._views is None else [self._views[index] for index in order.tolist()],
+            views=views,
+            view_table=view_table_of(views),
         )
         if self._groups == 1:
             return batch

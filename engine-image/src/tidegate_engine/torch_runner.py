@@ -1,4 +1,4 @@
-"""Computes steps with torch: loads the model, owns the paged cache and the threads, samples.
+"""Computes steps with torch: loads the model, or a rank's part of it, owns the threads, samples.
 
 Implements `runner.Runner`; called from the engine loop's thread only. Which tokens a step has is the scheduler's.
 """
@@ -24,30 +24,25 @@ from tidegate_engine.allocator import freed_at_once
 from tidegate_engine.architecture import DecoderConfig, parameter_shapes
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.checkpoint import Checkpoint, open_checkpoint
+from tidegate_engine.collectives import ALONE, Collectives, join, meeting_place, meeting_place_at
+from tidegate_engine.device import Architecture, Place, place_of
 from tidegate_engine.host_blocks import HostBlocks
 from tidegate_engine.lora import LoraLimits, LoraStore
-from tidegate_engine.native_decoder import native_decoder
+from tidegate_engine.model_part import CacheShape, ModelPart, Work, follow
 from tidegate_engine.pooler import Pooler
 from tidegate_engine.pooling import Pooling
 from tidegate_engine.precision import Precision, as_stored, parse_precision, settled, weight_bytes
 from tidegate_engine.process_memory import forget_peak, peak_bytes, resident_bytes
+from tidegate_engine.ranks import RankEnd, Team
 from tidegate_engine.request import BlockCopy, Request, SampledToken, Step, StepItem
 from tidegate_engine.runner import ModelInfo
 from tidegate_engine.sampling import Masks, Sampler
 from tidegate_engine.step_inputs import Inputs, StepInputs
 from tidegate_engine.steptime import StepModel
-from tidegate_engine.transformer import (
-    build_decoder,
-    head_logits,
-    hidden_states,
-    kv_groups,
-    kv_token_bytes,
-    layer_caches,
-    new_kv_pool,
-)
+from tidegate_engine.tensor_split import Share, split_config, split_parameters
+from tidegate_engine.transformer import build_decoder, kv_groups, kv_token_bytes
 from tidegate_engine.weights import ModelError
 from tidegate_kernels import native
-from tidegate_kernels.operations import TORCH, Operations
 
 DTYPES = {
     "float32": torch.float32,
@@ -57,12 +52,15 @@ DTYPES = {
     "int8": torch.int8,
 }
 """Of activations and of the KV cache, as `precision` names them."""
+_KV_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KV_MEMORY_FRACTION = 0.5
 """Share of the memory left beside the weights that the cache may take; activations and the server need the rest."""
 RESIZED_KV_MEMORY_FRACTION = 0.8
 """The same for a size that somebody asks for by name, when the model has been at work."""
 MAX_KV_BYTES = 4 << 30
 """Unless told otherwise: prefix caching fills whatever there is, and a machine without limits has other tenants."""
+GPU_KV_MEMORY_FRACTION = 0.85
+"""The same of a GPU's memory, which nobody else wants; the rest is for activations and recorded steps."""
 WARM_UP_SHAPES = ((1, 64), (1, 1), (8, 1))
 """Sequences and new tokens of each."""
 COPY_PROBE_BLOCKS = 8
@@ -88,79 +86,109 @@ class TorchOptions:
     """None = no adapters."""
     pooling: Pooling | None = None
     """Of embeddings; None = as the checkpoint says."""
-    kernels: str = "torch"
-    """Or "triton": layers are computed by GPU kernels, of which the interpreter is all that reads host memory yet."""
+    device: str = "cpu"
+    """Or "cuda"."""
+    kernels: str = "auto"
+    """"torch", "triton", or what is made for the device."""
+    architecture: Architecture | None = None
+    """CUDA's compute capability, whose gates decide on precisions; None = that of the GPU."""
+    graph_sizes: tuple[int, ...] = ()
+    """Batch sizes of the decode steps that are recorded as CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A rank's part of a model, without a cache yet."""
+
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    """Of the whole model."""
+    place: Place
+    part: ModelPart
+    shape: CacheShape
+    collectives: Collectives
+    ranks: int
+    threads: int
+    seconds: float
+
+    def affordable_blocks(self, options: TorchOptions, *, reserved: int) -> int:
+        """KV blocks that every rank has memory for, or those asked for."""
+        own = options.kv_blocks or _affordable_blocks(self, reserved=reserved)
+        return self.collectives.least(own)
 
 
 class TorchRunner:
-    """A loaded model; with `masks`, answers can be held to grammars. Raises ModelError when it cannot be served."""
+    """A loaded model; with `masks`, answers can be held to grammars. Raises ModelError when it cannot be served.
+
+    `team`: the other ranks, each of which holds a part and runs `follow_rank`.
+    """
 
     def __init__(
-        self, model_path: Path | str, *, options: TorchOptions | None = None, masks: Masks | None = None
+        self,
+        model: Path | str | Checkpoint,
+        *,
+        options: TorchOptions | None = None,
+        masks: Masks | None = None,
+        team: Team | None = None,
     ) -> None:
         options = options or TorchOptions()
-        started = time.monotonic()
-        operations = _operations(options.kernels)
-        if native.library() is None:
-            logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
-        checkpoint = open_checkpoint(model_path)
-        if options.quantisation not in (None, checkpoint.quantisation):
-            found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
-            raise ModelError(
-                "QuantizationMismatch",
-                f"{checkpoint.path} is {found}, and {options.quantisation} was asked for; leave --quantization out",
-            )
-        self._threads = options.threads or Machine().cpus()
+        ranks = 1 if team is None else team.ranks
+        _check_alone(options, ranks=ranks)
+        collectives = ALONE
+        if team is not None:
+            store, port = meeting_place(ranks)
+            team.tell("meet", port)
+            collectives = join(Share(0, ranks), store=store, device=_device_of(options, 0))
+        loaded = _load(model, options, Share(0, ranks), collectives=collectives, team=team)
+        checkpoint, config, place = loaded.checkpoint, loaded.config, loaded.place
+        self._part, self._place, self._threads = loaded.part, place, loaded.threads
         self._threads_set_in: int | None = None
-        context = _context_tokens(checkpoint.config, options.max_model_len)
-        # Some models turn by frequencies that follow from the context that is served.
-        config = replace(checkpoint.config, context_tokens=context)
-        precision = as_stored(options.precision) if checkpoint.packed else options.precision
-        precision = _settle(precision, config, checkpoint)
-        with freed_at_once():
-            parameters = checkpoint.load(DTYPES[precision.dtype], precision)
-            self._decoder = build_decoder(config, parameters, operations)
-        self._kv_dtype = DTYPES[precision.kv_dtype]
-        self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=self._decoder.dtype)
-        self._groups = kv_groups(config)
-        token_bytes = kv_token_bytes(config, self._kv_dtype, self._groups)
-        blocks = options.kv_blocks or _affordable_blocks(
-            token_bytes * options.block_tokens, options.block_tokens, reserved=_reserved_bytes(self._lora)
-        )
+        decoder = self._part.decoder
+        self._lora = None if options.lora is None else LoraStore(config, options.lora, dtype=decoder.dtype)
+        groups, kv_dtype = loaded.shape.groups, loaded.shape.dtype
+        token_bytes = kv_token_bytes(config, kv_dtype, groups)
+        self._rank_token_bytes = kv_token_bytes(decoder.config, kv_dtype, groups)
+        blocks = loaded.affordable_blocks(options, reserved=_reserved_bytes(self._lora))
         if blocks < 2:
             raise ModelError("KvCacheTooSmall", f"a KV cache needs 2 blocks, one of them for padding, and has {blocks}")
         self._host: HostBlocks | None = None
         pooling = checkpoint.pooling_or(options.pooling)
         self._pooler = Pooler(is_normalised=pooling.is_normalised)
-        self._sampler = Sampler(eos_ids=checkpoint.eos_token_ids, entropy=secrets.token_bytes(16), masks=masks)
-        weights_done = time.monotonic()
+        self._sampler = Sampler(
+            eos_ids=checkpoint.eos_token_ids,
+            entropy=secrets.token_bytes(16),
+            masks=masks,
+            kernel=place.operations.choose_tokens,
+        )
+        warming_up = time.monotonic()
         self._info = ModelInfo(
             name=options.name or checkpoint.name,
             layers=len(config.layers),
             kv_heads=max(layer.kv_heads for layer in config.layers),
             head_size=config.head_size,
             vocab_size=config.vocab_size,
-            max_model_len=context,
-            weight_dtype=self._decoder.weight_precision,
-            kv_dtype=precision.kv_dtype,
-            weight_bytes=self._decoder.weight_bytes,
+            max_model_len=config.context_tokens,
+            weight_dtype=decoder.weight_precision,
+            kv_dtype=_KV_NAMES[kv_dtype],
+            weight_bytes=ranks * decoder.weight_bytes,
             kv_token_bytes=token_bytes,
             kv_blocks=blocks,
             block_tokens=options.block_tokens,
-            gpu_product=None,
-            gpu_count=0,
+            gpu_product=place.product,
+            gpu_count=ranks if place.is_gpu else 0,
             eos_token_ids=checkpoint.eos_token_ids,
             structured_outputs=masks is not None,
             embedding_size=config.hidden,
             pooling=pooling.kind,
             embedding_normalised=pooling.is_normalised,
-            kv_windows=tuple(group.window for group in self._groups),
+            kv_windows=tuple(group.window for group in groups),
         )
         self._make_cache(blocks)
         self._warm_up()
         self._host = self._make_host(options.host_bytes)
-        self._start_seconds = {"weights": weights_done - started, "warmup": time.monotonic() - weights_done}
-        self._loaded_bytes = resident_bytes() if forget_peak() else None
+        self._start_seconds = {"weights": loaded.seconds, "warmup": time.monotonic() - warming_up}
+        # Of a GPU's memory nobody keeps such a peak.
+        self._loaded_bytes = resident_bytes() if forget_peak() and not place.is_gpu else None
 
     @property
     def info(self) -> ModelInfo:
@@ -185,14 +213,19 @@ class TorchRunner:
 
     def most_kv_blocks(self, *, written: int) -> int:
         info = self._info
-        room = Machine().available_bytes() + written * info.group_block_bytes - self._reserved_bytes
-        return max(info.kv_blocks, int(room * RESIZED_KV_MEMORY_FRACTION) // (info.kv_token_bytes * info.block_tokens))
+        # A GPU's cache is there as a whole; host memory's pages come when they are written.
+        written = info.group_blocks if self._place.is_gpu else written
+        block_bytes = self._rank_token_bytes * info.block_tokens
+        kept = written * block_bytes // len(info.kv_windows)
+        room = self._place.available_bytes() + kept - self._reserved_bytes
+        return max(info.kv_blocks, int(room * RESIZED_KV_MEMORY_FRACTION) // block_bytes)
 
     def resize(self, kv_blocks: int) -> None:
         before = self._info.kv_blocks
         self._drop_cache()
         try:
-            wanted, room = self._kv_bytes(kv_blocks), Machine().available_bytes() - self._reserved_bytes
+            wanted = kv_blocks * self._rank_token_bytes * self._info.block_tokens
+            room = self._place.available_bytes() - self._reserved_bytes
             if kv_blocks > before and wanted > room:
                 raise ModelError(
                     "KvCacheTooLarge",
@@ -220,23 +253,14 @@ class TorchRunner:
         decodes, chunks = step.decodes, step.chunks
         self._sampler.prepare([*decodes.requests, *(item.request for item in chunks)])
         inputs = self._inputs.lay_out(step)
-        if inputs.begun_blocks:
-            # What an earlier request left behind the last token gets the weight zero, and zero times its NaN is NaN.
-            for part in self._pool:
-                part[:, :, inputs.begun_blocks] = 0
         adapted = {} if self._lora is None else _adapted_rows(step, inputs)
-        pooled: Mapping[str, SampledToken] = {}
+        adapters = () if self._lora is None or not adapted else self._lora.deltas(adapted)
         pools = any(map(_is_pooled, chunks))
-        if self._native is not None and self._native.takes(inputs.batch) and not adapted and not pools:
-            logits = self._native.forward(inputs.token_ids, inputs.batch, logits_rows=inputs.logits_rows)
-        else:
-            adapters = () if self._lora is None else self._lora.deltas(adapted)
-            states = hidden_states(
-                self._decoder, inputs.token_ids, inputs.batch, caches=self._caches, adapters=adapters
-            )
-            if pools:
-                pooled = self._pooler.pool(states, chunks, inputs.first_rows[len(decodes) :].tolist())
-            logits = head_logits(self._decoder, states[inputs.logits_rows])
+        work = Work(inputs.token_ids, inputs.batch, inputs.logits_rows, inputs.begun_blocks, wants_states=pools)
+        states, logits = self._part.compute(work, adapters=adapters)
+        pooled: Mapping[str, SampledToken] = {}
+        if states is not None:
+            pooled = self._pooler.pool(states.cpu(), chunks, inputs.first_rows[len(decodes) :].tolist())
         if not inputs.sampled:
             return pooled
         tokens = self._sampler.sample(logits, inputs.sampled, inputs.drafts)
@@ -245,30 +269,17 @@ class TorchRunner:
 
     def _make_cache(self, kv_blocks: int) -> None:
         """An empty KV cache, and whatever has its address."""
-        config, groups = self._decoder.config, self._groups
-        self._pool = new_kv_pool(
-            config,
-            blocks=kv_blocks * len(groups),
-            block_tokens=self._info.block_tokens,
-            dtype=self._kv_dtype,
-            groups=groups,
-        )
-        self._caches = layer_caches(config, self._pool, groups)
-        is_torch = self._decoder.operations is TORCH
-        self._native = native_decoder(self._decoder, self._caches) if is_torch else None
-        self._inputs = StepInputs(self._info.block_tokens, [group.window for group in groups])
+        self._part.make_cache(kv_blocks)
+        self._inputs = StepInputs(self._info.block_tokens, self._info.kv_windows)
         if self._host is not None:
-            self._host.bind(self._pool)
+            self._host.bind(self._part.pool)
         self._info = replace(self._info, kv_blocks=kv_blocks)
 
     def _drop_cache(self) -> None:
         """Give the KV cache's memory back: nobody may have its address."""
-        self._pool, self._caches, self._native = (), (), None
+        self._part.drop_cache()
         if self._host is not None:
             self._host.bind(())
-
-    def _kv_bytes(self, kv_blocks: int) -> int:
-        return kv_blocks * self._info.kv_token_bytes * self._info.block_tokens
 
     @property
     def _reserved_bytes(self) -> int:
@@ -289,7 +300,7 @@ class TorchRunner:
                 f"{host_bytes / 2**20:.0f} MiB are asked for evicted KV blocks; beside the KV cache "
                 f"{max(0, available) / 2**20:.0f} MiB are available",
             )
-        host = HostBlocks(self._pool, slots)
+        host = HostBlocks(self._part.pool, slots)
         sequences, tokens = WARM_UP_SHAPES[0]
         computing = _seconds(lambda: self._run_dummy(sequences, tokens)) * info.block_tokens / tokens
         copies = [BlockCopy(index, index) for index in range(min(COPY_PROBE_BLOCKS, slots, info.group_blocks))]
@@ -326,8 +337,7 @@ class TorchRunner:
             for index in range(sequences)
         )
         self.run(Step(0, items, 0))
-        for part in self._pool:
-            part[:, :, : max(blocks) + 1] = 0
+        self._part.clear(max(blocks) + 1)
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -349,27 +359,93 @@ def _adapted_rows(step: Step, inputs: Inputs) -> dict[str, Tensor]:
     return {name: torch.tensor(own) for name, own in rows.items()}
 
 
-def _operations(kernels: str) -> Operations:
-    """What layers are computed with. Raises ModelError for a choice that there is not, or that cannot run here."""
-    if kernels == "torch":
-        return TORCH
-    if kernels != "triton":
-        raise ModelError("KernelsUnknown", f"there are no kernels called {kernels!r}; choose torch or triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
+def follow_rank(model_path: Path | str, end: RankEnd, *, options: TorchOptions) -> None:
+    """Be a rank beside the first: hold its part of the model and do what it is told, until the first one ends."""
+    order = end.receive()
+    if order is None:
+        return
+    share, store = Share(end.rank, end.ranks), meeting_place_at(int(order[1]), end.ranks)
+    collectives = join(share, store=store, device=_device_of(options, end.rank))
+    loaded = _load(model_path, options, share, collectives=collectives)
+    torch.set_num_threads(loaded.threads)
+    loaded.affordable_blocks(options, reserved=0)
+    follow(loaded.part, end)
+
+
+def _device_of(options: TorchOptions, rank: int) -> torch.device:
+    return torch.device("cuda", rank) if options.device == "cuda" else torch.device(options.device)
+
+
+def _check_alone(options: TorchOptions, *, ranks: int) -> None:
+    """Raises ModelError for what one process on a CPU alone can have."""
+    if ranks > 1 and options.host_bytes:
         raise ModelError(
-            "KernelsNeedGpu",
-            "the runner holds weights and cache in host memory, which compiled kernels cannot read; choose torch, or "
-            "set TRITON_INTERPRET=1 to have them interpreted",
+            "TensorParallelAlone", "a model that is split over ranks keeps no evicted KV blocks in host memory"
         )
-    # Triton takes a second to import, and is not there in images without a GPU.
-    from tidegate_kernels.compiled import TRITON
-
-    return TRITON
+    if options.lora is not None and (ranks > 1 or options.device != "cpu"):
+        raise ModelError("AdaptersOnCpuOnly", "adapters are computed on the CPU, by one rank; leave --enable-lora out")
 
 
-def _settle(precision: Precision, config: DecoderConfig, checkpoint: Checkpoint) -> Precision:
+def _load(
+    model: Path | str | Checkpoint,
+    options: TorchOptions,
+    share: Share,
+    *,
+    collectives: Collectives,
+    team: Team | None = None,
+) -> _Loaded:
+    """A rank's part of the model at its place. Raises ModelError where it cannot be had."""
+    started = time.monotonic()
+    place = place_of(
+        options.device, options.kernels, rank=share.rank, ranks=share.ranks, architecture=options.architecture
+    )
+    if native.library() is None and not place.is_gpu:
+        logger.warning("weights are multiplied by torch alone, slower: %s", native.why_not())
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    if options.quantisation not in (None, checkpoint.quantisation):
+        found = f"quantised by {checkpoint.quantisation}" if checkpoint.quantisation else "not quantised"
+        raise ModelError(
+            "QuantizationMismatch",
+            f"{checkpoint.path} is {found}, and {options.quantisation} was asked for; leave --quantization out",
+        )
+    # Some models turn by frequencies that follow from the context that is served.
+    context = _context_tokens(checkpoint.config, options.max_model_len)
+    config = replace(checkpoint.config, context_tokens=context)
+    own_config = split_config(config, share.ranks)
+    precision = as_stored(options.precision) if checkpoint.packed else options.precision
+    if place.is_gpu and precision.dtype == "float32":
+        # The kernels multiply nothing wider, and float32 is also what nobody asked for.
+        precision = replace(precision, dtype="bfloat16")
+    precision = _settle(precision, config, checkpoint, available=place.available_bytes() * share.ranks)
+    with freed_at_once():
+        parameters = checkpoint.load(DTYPES[precision.dtype], precision)
+        parameters = split_parameters(config, parameters, share)
+        place.fit(parameters)
+        decoder = build_decoder(own_config, parameters, place.operations, collectives=collectives)
+    shape = CacheShape(
+        dtype=place.kv_type(DTYPES[precision.kv_dtype]),
+        groups=kv_groups(config),
+        block_tokens=options.block_tokens,
+        graph_sizes=options.graph_sizes,
+    )
+    part = ModelPart(decoder, shape, team=team)
+    threads = options.threads or max(1, Machine().cpus() // share.ranks)
+    return _Loaded(
+        checkpoint,
+        config,
+        place,
+        part,
+        shape,
+        collectives,
+        ranks=share.ranks,
+        threads=threads,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _settle(precision: Precision, config: DecoderConfig, checkpoint: Checkpoint, *, available: int) -> Precision:
     """The policy with nothing left open; raises ModelError where the weights would not fit under it."""
-    shapes, available, stored = parameter_shapes(config), Machine().available_bytes(), checkpoint.stored_bytes
+    shapes, stored = parameter_shapes(config), checkpoint.stored_bytes
     precision = settled(
         precision,
         shapes,
@@ -403,9 +479,16 @@ def _reserved_bytes(lora: LoraStore | None) -> int:
     return lora.reserved_bytes
 
 
-def _affordable_blocks(block_bytes: int, block_tokens: int, *, reserved: int) -> int:
-    available = Machine().available_bytes() - reserved
-    blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // block_bytes
+def _affordable_blocks(loaded: _Loaded, *, reserved: int) -> int:
+    """KV blocks that this rank has memory for."""
+    place, block_tokens = loaded.place, loaded.shape.block_tokens
+    block_bytes = kv_token_bytes(loaded.part.decoder.config, loaded.shape.dtype, loaded.shape.groups) * block_tokens
+    available = place.available_bytes() - reserved
+    if place.is_gpu:
+        blocks = int(available * GPU_KV_MEMORY_FRACTION) // block_bytes
+    else:
+        # All ranks have the same host memory.
+        blocks = min(int(available * KV_MEMORY_FRACTION), MAX_KV_BYTES) // loaded.ranks // block_bytes
     if blocks < 2:
         raise ModelError(
             "ModelTooLarge",

@@ -23,12 +23,12 @@ from tidegate_kernels.reference import (
     Cache,
     HeadNorm,
     Ragged,
-    grouped_linear,
     route,
     soft_cap,
 )
-from tidegate_kernels.weight import Dense, Weight, concat_rows, gather_rows, linear
+from tidegate_kernels.weight import Dense, ExpertMatrices, Weight, concat_rows, gather_rows, linear
 
+CPU = torch.device("cpu")
 MAX_KV_PADDING = 1.1
 """How much larger the cache may be for groups of equal size."""
 MAX_KV_GROUPS = 16
@@ -55,12 +55,12 @@ class ExpertMlp:
 
     experts: Experts
     router: Weight
-    gate_up: tuple[Weight, ...]
-    down: tuple[Weight, ...]
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.router, *self.gate_up, *self.down
+    def weights(self) -> tuple[Weight | ExpertMatrices, ...]:
+        return self.router, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,10 @@ class Decoder:
         return self.norm.dtype
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[Weight | ExpertMatrices, ...]:
         """All matrices that are held, each once: a tied head is among them where it has a layout of its own."""
-        matrices = [self.embedding] if self.head.held is self.embedding else [self.embedding, self.head]
+        is_tied = self.head.held is self.embedding
+        matrices: list[Weight | ExpertMatrices] = [self.embedding] if is_tied else [self.embedding, self.head]
         for layer in self.layers:
             matrices += [layer.qkv, layer.attention_output, *layer.mlp.weights]
         return tuple(matrices)
@@ -188,11 +189,14 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
     prefix = f"layers.{index}."
 
     def take(*names: str) -> Weight:
+        return operations.laid_out(take_whole(*names))
+
+    def take_whole(*names: str) -> Weight:
         start, _, _ = names[0].rpartition(".")
         joined = prefix + (start + "." if start else "") + "+".join(name.rpartition(".")[2] for name in names)
         if joined in parameters:
-            return operations.laid_out(parameters.pop(joined))
-        return operations.laid_out(concat_rows([parameters.pop(prefix + name) for name in names]))
+            return parameters.pop(joined)
+        return concat_rows([parameters.pop(prefix + name) for name in names])
 
     def take_vector(*names: str) -> Tensor:
         parts = [_vector(parameters.pop(prefix + name)) for name in names]
@@ -215,8 +219,8 @@ def _build_layer(config: DecoderConfig, index: int, parameters: dict[str, Weight
         mlp = ExpertMlp(
             experts=layer.experts,
             router=take("router"),
-            gate_up=tuple(take(name + "gate", name + "up") for name in names),
-            down=tuple(take(name + "down") for name in names),
+            gate_up=operations.experts_laid_out([take_whole(name + "gate", name + "up") for name in names]),
+            down=operations.experts_laid_out([take_whole(name + "down") for name in names]),
         )
     return Layer(
         config=layer,
@@ -289,33 +293,24 @@ def new_kv_pool(
     block_tokens: int,
     dtype: torch.dtype,
     groups: Sequence[KvGroup] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[Tensor, ...]:
     """The paged cache: `[layers, 2, blocks, kv heads, block tokens, head size]` for each number of kv heads there is.
 
     `blocks` is that of all groups together, `layers` that of one. Of a quantised cache (FP8, INT8) the scales follow,
     one tensor for each of these without the head size. Zeros, since memory that was never written may hold NaN, and
-    zero times NaN is NaN; but pages that the kernel zeroes on first use, so that memory is taken only by blocks that
-    were used.
+    zero times NaN is NaN; but in host memory pages that the kernel zeroes on first use, so that memory is taken only by
+    blocks that were used.
     """
-    parts = kv_pool_parts(config, blocks=blocks, block_tokens=block_tokens, dtype=dtype, groups=groups)
-    return tuple(_zero_pages(shape, own) for shape, own in parts)
-
-
-def kv_pool_parts(
-    config: DecoderConfig,
-    *,
-    blocks: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    groups: Sequence[KvGroup] | None = None,
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each of `new_kv_pool`'s tensors, for memory that it does not allocate: a GPU's."""
     shapes = [
         (layers, 2, blocks, kv_heads, block_tokens, config.head_size)
         for kv_heads, layers in _places(config, groups or all_in_one_group(config)).items()
     ]
     scales = [(shape[:-1], torch.float32) for shape in shapes] if dtype.itemsize == 1 else []
-    return [*((shape, dtype) for shape in shapes), *scales]
+    parts = [*((shape, dtype) for shape in shapes), *scales]
+    if device.type == "cpu":
+        return tuple(_zero_pages(shape, own) for shape, own in parts)
+    return tuple(torch.zeros(shape, dtype=own, device=device) for shape, own in parts)
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -455,11 +450,15 @@ def _adapted(product: Tensor, x: Tensor, deltas: Sequence[tuple[LayerDeltas, Ten
 
 
 def _mix_experts(x: Tensor, mlp: ExpertMlp, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """Each row through its experts, all rows of an expert in one product, and the results weighed."""
-    shares, experts = route(linear(x, mlp.router), chosen=mlp.experts.chosen, normalised=mlp.experts.normalised)
-    order = experts.flatten().argsort(stable=True)
-    counts = experts.flatten().bincount(minlength=mlp.experts.count).tolist()
-    rows = order.div(mlp.experts.chosen, rounding_mode="floor")
-    inner = activate(grouped_linear(x[rows], mlp.gate_up, counts))
-    results = grouped_linear(inner, mlp.down, counts).mul_(shares.flatten()[order, None])
-    return torch.zeros_like(x).index_add_(0, rows, results)
+    """Each row through its experts, all rows of an expert side by side, and the results weighed.
+
+    Nothing here waits for the device, and a row's sum has one order, whoever else is in the batch.
+    """
+    chosen, count = mlp.experts.chosen, mlp.experts.count
+    shares, experts = route(linear(x, mlp.router), chosen=chosen, normalised=mlp.experts.normalised)
+    owners, order = experts.flatten().sort(stable=True)
+    starts = torch.searchsorted(owners, torch.arange(count + 1, device=x.device), out_int32=True)
+    inner = activate(mlp.gate_up.multiply(x[order.div(chosen, rounding_mode="floor")], starts))
+    product = mlp.down.multiply(inner, starts)
+    results = torch.empty_like(product).index_copy_(0, order, product).view(len(x), chosen, -1)
+    return results.mul_(shares[..., None]).sum(1)

@@ -222,7 +222,7 @@ def _turn(size: int, dtype: torch.dtype, *, rotated: int | None = None, has_norm
 def _choose(size: int, *, is_adjusted: bool) -> Callable[[], object]:
     def call() -> Tensor:
         values, whole, wide = torch.empty(4), torch.empty(4, dtype=torch.int32), torch.empty(4, dtype=torch.int64)
-        choice = Choice(values, whole, values, values, wide, wide)
+        choice = Choice(values, whole, values, values, values)
         starts = torch.empty(5, dtype=torch.int32)
         adjustments = Adjustments(starts, wide, whole, values, values, values, values)
         return choose_tokens(torch.empty(4, size), choice, adjustments if is_adjusted else None)

@@ -29,6 +29,8 @@ def kv_type_for(wanted: torch.dtype, capability: tuple[int, int]) -> tuple[torch
     user can know the model. Raises ValueError where no kernel of ours runs at all.
     """
     _check(capability)
+    if wanted == torch.float32:
+        return torch.bfloat16, "the kernels multiply no fp32 keys: the KV cache is held in bf16"
     if has_type(wanted, capability):
         return wanted, None
     return torch.bfloat16, (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidegate_kernels.float8 import FP8, FP8_MAX, from_fp8, scales_of, to_fp8
 from tidegate_kernels.quantised import FP8_BLOCK, INT8_MAX, Fp8, Int8
-from tidegate_kernels.weight import Weight, linear
+from tidegate_kernels.weight import ExpertMatrices, Weight, linear
 
 View = tuple[int, int]
 """How far a token sees: the newest tokens, itself included, and the first ones, the sinks."""
@@ -154,6 +154,28 @@ def grouped_linear(x: Tensor, weights: Sequence[Weight], counts: Sequence[int]) 
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsApart(ExpertMatrices):
+    """A weight for each expert. How many rows each has is asked of the device, which has to be waited for."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.parts), *self.parts[0].shape
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def precision(self) -> str:
+        return "+".join(dict.fromkeys(part.precision for part in self.parts))
+
+    def multiply(self, x: Tensor, starts: Tensor) -> Tensor:
+        return grouped_linear(x, self.parts, starts.diff().tolist())
+
+
+@dataclass(frozen=True, slots=True)
 class Cache:
     """One layer's paged keys and values. With scales (`[blocks, K, block tokens]`, fp32) they are quantised."""
 
@@ -273,8 +295,13 @@ def ragged_batch(
         block_tokens=block_tokens,
         groups={},
         views=views,
-        view_table=None if views is None else torch.tensor([view or (ALL, 0) for view in views], dtype=torch.int32),
+        view_table=view_table_of(views),
     )
+
+
+def view_table_of(views: Sequence[View | None] | None) -> Tensor | None:
+    """`Ragged.view_table` of `Ragged.views`."""
+    return None if views is None else torch.tensor([view or (ALL, 0) for view in views], dtype=torch.int32)
 
 
 def in_other_tables(batch: Ragged, tables: Sequence[Sequence[int]]) -> Ragged:
@@ -551,10 +578,8 @@ class Choice:
     """fp32; 1 = all"""
     min_ps: Tensor
     """fp32; 0 = all"""
-    seeds: Tensor
-    """int64: with the position the only source of chance."""
-    positions: Tensor
-    """int64: which of the request's tokens it is."""
+    randoms: Tensor
+    """fp32 in [0, 1): the only source of chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,7 +603,7 @@ class Adjustments:
 def choose_tokens(logits: Tensor, choice: Choice, adjustments: Adjustments | None = None) -> Tensor:
     """The next token of each row of `logits` fp32 `[rows, vocabulary]`, int64; −1 where the largest is not finite.
 
-    Logits are changed in place by the adjustments. A token depends on its row, seed and position alone.
+    Logits are changed in place by the adjustments. A token depends on its own row alone.
     """
     if adjustments is not None:
         for row in range(len(logits)):
@@ -614,18 +639,5 @@ def _choose_token(logits: Tensor, choice: Choice, row: int) -> int:
         limit = choice.top_ps[row] * weights.sum()
         weights[order[1:][before[1:] >= limit]] = 0
     ends = weights.cumsum(0)
-    uniform = (philox(int(choice.seeds[row]), int(choice.positions[row])) >> 8) / (1 << 24)
-    hits = (ends > uniform * ends[-1]) & (weights > 0)
+    hits = (ends > float(choice.randoms[row]) * ends[-1]) & (weights > 0)
     return int(hits.nonzero()[0]) if hits.any() else int(weights.nonzero()[-1])
-
-
-def philox(seed: int, counter: int) -> int:
-    """The first 32 bits of Philox4x32-10 with the 64-bit key `seed` and the counter `(counter, 0, 0, 0)`."""
-    mask = (1 << 32) - 1
-    words = [counter & mask, 0, 0, 0]
-    low, high = seed & mask, seed >> 32 & mask
-    for _ in range(10):
-        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
-        words = [second >> 32 ^ words[1] ^ low, second & mask, first >> 32 ^ words[3] ^ high, first & mask]
-        low, high = low + 0x9E3779B9 & mask, high + 0xBB67AE85 & mask
-    return words[0]

@@ -10,9 +10,9 @@
 Of equal logits the lower number counts as larger. A temperature below GREEDY_BELOW or top_k = 1 takes the largest. A
 row whose largest l' is not finite, or that has NaN, gets −1.
 
-u in [0, 1) is Philox4x32-10 of the request's seed, its counter the token's position: a pure function of these two, so
-that a token never depends on who else is in the batch, on preemption or on drafts. A row is one program, which goes
-through its logits in tiles of fixed size and order, so sums do not depend on the batch either.
+u in [0, 1) is the caller's: a number that follows from the request's seed and the token's position alone makes the
+token independent of who else is in the batch, of preemption and of drafts. A row is one program, which goes through its
+logits in tiles of fixed size and order, so sums do not depend on the batch either.
 
 Shapes: logits fp32 `[rows, vocabulary]`, changed in place by penalties and biases; a `Choice`'s tensors `[rows]`;
 tokens int64 `[rows]`.
@@ -21,7 +21,7 @@ The k largest, or the largest of a share of the sum, are found without sorting: 
 values, and four of them are fixed by each pass over the row, 16 thresholds at once. Memory: a row is read at most 23
 times, from the L2 cache after the first (0.6 MB for 152k tokens); nothing is written but what penalties change. By
 kernels of their own a sort writes and reads values and numbers, softmax and running sum the values: at least 40 bytes a
-token. Source: Philox, Salmon et al. 2011; radix selection. Oracle: `reference.choose_tokens`.
+token. Source: radix selection. Oracle: `reference.choose_tokens`.
 """
 
 import torch
@@ -159,11 +159,11 @@ def _draw(
     least: tl.tensor,
     floor: tl.tensor,
     floor_end: tl.tensor,
-    uniform: tl.tensor,
+    random: tl.tensor,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    target = uniform * _total(logits, highest, temperature, least, floor, floor_end, SIZE, TILE)
+    target = random * _total(logits, highest, temperature, least, floor, floor_end, SIZE, TILE)
     token = floor_end * 0 - 1
     before = highest * 0.0
     for first in range(0, SIZE, TILE):
@@ -213,8 +213,7 @@ def choose_kernel(
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     min_ps: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
+    randoms: tl.tensor,
     starts: tl.tensor,
     ids: tl.tensor,
     counts: tl.tensor,
@@ -274,11 +273,8 @@ def choose_kernel(
             end = _end_of_ties(logits, order, wanted, SIZE, TILE)
             floor_end = tl.where(order == floor, tl.minimum(end, floor_end), end)
             floor = order
-        position = tl.load(positions + row).to(tl.int32)
-        random, _, _, _ = tl.philox(tl.load(seeds + row), position, 0, 0, 0)
-        # 24 bits, as many as fp32 has.
-        uniform = (random >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-        token = _draw(logits, highest, temperature, least, floor, floor_end, uniform, SIZE, TILE)
+        random = tl.load(randoms + row)
+        token = _draw(logits, highest, temperature, least, floor, floor_end, random, SIZE, TILE)
     tl.store(tokens + row, token.to(tl.int64))
 
 
@@ -310,8 +306,7 @@ def choose_tokens(logits: Tensor, choice: Choice, adjustments: Adjustments | Non
         choice.top_ks,
         choice.top_ps,
         choice.min_ps,
-        choice.seeds,
-        choice.positions,
+        choice.randoms,
         *parts,
         tokens,
         logits.stride(0),

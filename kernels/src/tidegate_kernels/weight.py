@@ -107,6 +107,30 @@ class Wrapped(Weight):
         return self.source.dequantised(dtype)
 
 
+class ExpertMatrices(ABC):
+    """One matrix `[out, in]` of every expert of a mixture."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """`[experts, out, in]`"""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def precision(self) -> str:
+        """As that of a `Weight`."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, starts: Tensor) -> Tensor:
+        """The products of rows `[starts[e], starts[e + 1])` of `x` with the matrix of expert e; int32, all rows."""
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in the type of `x`."""
     return weight.multiply(x, bias)

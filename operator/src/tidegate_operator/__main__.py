@@ -21,6 +21,7 @@ from tidegate_operator import api, handlers, render, settings
 from tidegate_operator.cluster import ApiError, Cluster, load_configuration
 from tidegate_operator.engines import EngineClient
 from tidegate_operator.fleet import Fleet
+from tidegate_operator.journal import Journal
 from tidegate_operator.metrics import Metrics, serve_health, serve_metrics
 from tidegate_operator.prometheus import PrometheusSource
 from tidegate_operator.queue import KeyedQueue
@@ -185,6 +186,9 @@ async def run(options: Settings) -> None:
         ),
     ]
     prometheus = PrometheusSource()
+    journal = None
+    if options.journal is not None:
+        journal = Journal(options.journal, most_bytes=round(1e6 * options.journal_megabytes))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64), trust_env=False) as session:
         scraper = Scraper(session, port=api.ADMIN_PORT)
         fleet = Fleet(EngineClient(session, metrics, port=api.ADMIN_PORT))
@@ -195,6 +199,7 @@ async def run(options: Settings) -> None:
             fleet=fleet,
             keys=keys,
             clock=time.time,
+            journal=journal,
         )
         installation = Installation(
             defaults=render.Defaults(

@@ -505,6 +505,16 @@ class Objectives(LatencyObjectives):
             " miss adds replicas; the model behind batch settings and capacity knows the 95th percentile only."
         ),
     )
+    long_prompt_factor: int = Field(
+        default=3,
+        ge=0,
+        le=100,
+        description=(
+            "The first token of a prompt may take so many times as long as on an idle replica, where that is more than"
+            " the goal ttft: no number of replicas reads a long prompt faster. 0: the goal holds for prompts of any"
+            " length."
+        ),
+    )
     priority: Priority = Field(
         default=Priority.LATENCY,
         description=(

@@ -30,10 +30,12 @@ MAX_UTILISATION = 0.95
 STEP_PARTS = (1 / 6, 1 / 2, 5 / 6)
 """How much of the running step is left when a request comes: any part alike, here by thirds."""
 KV_RESERVE = 1.2
-"""KV of a sequence counts for this much more: admission keeps blocks back for what running requests still write."""
+"""KV of a sequence counts for this much more: admission keeps blocks back for what running requests still write. Where
+requests are spread over very many replicas, that evens out."""
 STALL_FACTOR, STALL_SHARE = 2, 0.005
 """No more than this share of the steps may last longer than this multiple of the ITL target: a 95th percentile alone
 would allow it."""
+IDLE_CHUNK_TOKENS = 2048.0
 CHUNK_SLACK = 0.02
 """A last chunk smaller than this share of one is not counted as a step: chunks end at whole blocks anyway."""
 SMALLEST_RATE_SHARE = 0.02
@@ -62,6 +64,8 @@ class Targets:
     itl_seconds: float | None = None
     queue_seconds: float | None = None
     end_to_end_seconds: float | None = None
+    idle_factor: float = 0.0
+    """A prompt's goal on TTFT is never less than this multiple of what an idle replica takes to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,12 @@ class Size:
     def chunks(self, chunk_tokens: float) -> float:
         """Steps in which one is read."""
         return max(1.0, math.ceil(self.prefill_tokens / chunk_tokens - CHUNK_SLACK))
+
+    def idle_seconds(self, step: StepModel) -> float:
+        """Until its first token on an idle replica, in chunks that no settings change: a goal may hang on it."""
+        chunks = self.chunks(IDLE_CHUNK_TOKENS)
+        shape = StepShape(self.prefill_tokens / chunks, 0.0, 1.0, self.attention / chunks, True)
+        return chunks * step.seconds(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,9 @@ class Scenario:
     """By pattern, of those that have their own."""
     prefers_safety: bool = True
     """Whether settings that bear an overload better are worth some of the rate."""
+    is_even: bool = False
+    """Whether the replica is one of very many, to whose emptiest each request goes: nobody meets more than a usual
+    crowd, and nobody waits while there is room on average."""
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -296,13 +309,19 @@ class Capacity:
     requests_per_second: float
     bottleneck: Bottleneck
     unreachable: tuple[str, ...]
-    """Goals that an idle replica misses already, by `Goal.key`; they were relaxed for the rate."""
+    """Goals that an idle replica misses already, by `Goal.key`; they were relaxed, or `allowed` more."""
     idle_ttft_seconds: float
     idle_itl_seconds: float
     running: float
     """Requests in progress at that rate."""
     binding: str = ""
     """The goal that a larger rate would miss, by `Goal.key`; empty when the replica itself is full."""
+    pooled_per_second: float = 0.0
+    """The largest rate of each of very many replicas, to whose emptiest each request goes: what one alone keeps free
+    for the moments when many come at once, others have room for."""
+    allowed: tuple[tuple[str, float], ...] = ()
+    """The 95th percentile of TTFT at the largest rate, by `Goal.key`, where long prompts have more time than the goal:
+    up to there nothing is missed."""
 
 
 def scenario(
@@ -382,13 +401,16 @@ def _steps_at(scene: Scenario, settings: BatchSettings, rate: float) -> _Steps |
     """
     base = max(1e-6, _step_seconds(scene, decoding=_in_a_step(0.0, scene), prefill=0, attention=0, prefills=0))
     seconds = base
+    chunk = chunks = 0.0
     for _ in range(40):
         decoding = rate * scene.decode_steps * seconds
         budget = settings.max_num_batched_tokens - decoding
         if decoding > settings.max_num_seqs or budget < 1:
             return None
-        chunk = min(float(settings.long_prefill_token_threshold), budget)
-        prefilling = rate * seconds * _chunks(scene, chunk)
+        largest = min(float(settings.long_prefill_token_threshold), budget)
+        if largest != chunk:
+            chunk, chunks = largest, _chunks(scene, largest)
+        prefilling = rate * seconds * chunks
         mixed_share = -math.expm1(-prefilling)
         mixed = _step_seconds(
             scene,
@@ -427,7 +449,7 @@ def load_at(scene: Scenario, settings: BatchSettings, rate: float) -> Load | Non
     sequences = steps.decoding + steps.prefilling
     read_kv = sum(size.share * size.chunks(steps.chunk_tokens) * size.isl / 2 for size in scene.sizes)
     kv = rate * steps.seconds * (scene.decode_kv + read_kv) + sequences * scene.kv_slack_tokens
-    kv_slots = scene.kv_tokens / (KV_RESERVE * kv / sequences)
+    kv_slots = scene.kv_tokens / (kv / sequences if scene.is_even else KV_RESERVE * kv / sequences)
     slots = min(float(settings.max_num_seqs), kv_slots)
     each = _decode_seconds(scene)
     load = Load(
@@ -516,6 +538,8 @@ def _prompt_spread_seconds(scene: Scenario, steps: _Steps) -> float:
 
 def _slot_wait(scene: Scenario, load: Load) -> tuple[float, float]:
     """Chance to wait for a slot, and the mean of the wait when there is one."""
+    if scene.is_even:
+        return 0.0, 0.0
     chance = load.slot_utilisation ** (math.sqrt(2 * (load.slots + 1)) - 1)
     decode = scene.decode_steps
     spread = scene.decode_square_steps / decode**2 if decode else 1.0
@@ -565,6 +589,8 @@ def _late_first_token(scene: Scenario, load: Load, *, size: Size, seconds: float
     slope = load.prompt_slope_seconds
     chunks = size.chunks(load.chunk_tokens)
     own = chunks * (crowd.step_seconds[1] - slope) + _own_seconds(scene, size, chunks=chunks)
+    if scene.is_even:
+        return float(seconds < busy * load.step_seconds / 2 + own + chunks * slope * crowd.mean)
     weight = min(1.0, (mean_chunks + 1) / (mean_chunks + chunks))
     spread = math.sqrt(weight * (1 - weight))
     most = chunks * slope * max(0, last - 1)
@@ -609,6 +635,8 @@ def _missed_queue(scene: Scenario, load: Load, seconds: float) -> float:
     """Share of the requests whose first step begins later than `seconds` after they came."""
     crowd, slot = load.crowd, _slot_wait(scene, load)
     busy = -math.expm1(-(load.decoding + load.prefilling))
+    if scene.is_even:
+        return float(seconds < busy * load.step_seconds / 2)
     last = len(crowd.by_time) - 1
     missed = 0.0
     for found, chance in enumerate(crowd.by_time):
@@ -720,13 +748,22 @@ def _excess(scene: Scenario, load: Load, goal: Goal) -> float:
     """The missed share over the one that may be."""
     group, seconds = goal.group, goal.seconds
     if goal.name == "ttft":
-        missed = sum(size.share * _late_first_token(scene, load, size=size, seconds=seconds) for size in group.sizes)
+        missed = sum(
+            size.share * _late_first_token(scene, load, size=size, seconds=_allowed_ttft(scene, goal, size))
+            for size in group.sizes
+        )
     elif goal.name == "endToEnd":
         missed = sum(kind.share * _late_end(scene, load, kind=kind, seconds=seconds) for kind in group.kinds)
     else:
         missed = (_missed_itl if goal.name == "itl" else _missed_queue)(scene, load, seconds)
     stall = _stall_seconds(load) / (STALL_FACTOR * seconds) if goal.name == "itl" else 0.0
     return max(missed / MISSED_SHARE, stall)
+
+
+def _allowed_ttft(scene: Scenario, goal: Goal, size: Size) -> float:
+    """The goal of prompts of one length: no number of replicas reads a long one faster than an idle one does."""
+    factor = goal.group.targets.idle_factor
+    return max(goal.seconds, factor * size.idle_seconds(scene.step)) if factor else goal.seconds
 
 
 def _meets(scene: Scenario, settings: BatchSettings, rate: float) -> bool:
@@ -746,6 +783,22 @@ def _reached(scene: Scenario, load: Load, goal: Goal) -> float:
         return MISSED_SHARE * _excess(scene, load, replace(goal, seconds=seconds))
 
     return _quantile(missed, scene=alone, load=load)
+
+
+def _allowances(scene: Scenario, load: Load) -> tuple[tuple[str, float], ...]:
+    """`Capacity.allowed` at a load."""
+    return tuple(
+        (goal.key, _quantile(_missed_ttft, scene=replace(scene, kinds=goal.group.kinds), load=load))
+        for goal in scene.goals
+        if goal.name == "ttft" and any(_allowed_ttft(scene, goal, size) > goal.seconds for size in goal.group.sizes)
+    )
+
+
+def _eased(scene: Scenario, idle: Load) -> Iterator[str]:
+    """Goals that only hold because long prompts have more time."""
+    for key, seconds in _allowances(scene, idle):
+        if seconds > next(goal.seconds for goal in scene.goals if goal.key == key):
+            yield key
 
 
 def _largest_rate(scene: Scenario, settings: BatchSettings, *, low: float) -> float:
@@ -798,14 +851,18 @@ def capacity_of(scene: Scenario, settings: BatchSettings) -> Capacity:
     rate = _largest_rate(reachable, settings, low=smallest) if _meets(reachable, settings, smallest) else 0.0
     idle = load_at(scene, settings, min(rate, smallest) or IDLE_RATE)
     full = load_at(scene, settings, rate) if rate > 0 else None
+    even = replace(reachable, is_even=True)
+    pooled = _largest_rate(even, settings, low=rate) if rate > 0 and _meets(even, settings, rate) else rate
     return Capacity(
         requests_per_second=rate,
         bottleneck=_bottleneck(reachable, settings, rate),
-        unreachable=tuple(missed),
+        unreachable=(*missed, *_eased(reachable, idle)) if idle else tuple(missed),
         idle_ttft_seconds=_quantile(_missed_ttft, scene=scene, load=idle) if idle else math.inf,
         idle_itl_seconds=_itl_p95(scene, idle) if idle else math.inf,
         running=full.decoding + full.prefilling if full else 0.0,
         binding=_binding(reachable, settings, rate),
+        pooled_per_second=pooled,
+        allowed=_allowances(reachable, full) if full else (),
     )
 
 

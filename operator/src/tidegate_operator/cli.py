@@ -1,5 +1,5 @@
-"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words; `plan` is
-`plan_command`'s, `simulate` the simulator's.
+"""The `tidegate` command: what users type. `explain` puts the status of an LLMDeployment into words; `plan`,
+`replay` and `simulate` are their own modules'.
 
 `explain` reads an object that kubectl printed; no command talks to a cluster itself, so none needs rights.
 """
@@ -61,12 +61,17 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     # Its flags are its own module's, which is imported only when it is meant.
     commands.add_parser("plan", add_help=False, help="say which GPUs, how many and in which precision a model needs")
+    commands.add_parser("replay", add_help=False, help="make recorded decisions again and say which would be others")
     commands.add_parser("simulate", add_help=False, help="serve a trace with an LLMDeployment in virtual time")
     options, rest = parser.parse_known_args(arguments)
     if options.command == "plan":
         from tidegate_operator import plan_command
 
         return plan_command.main(rest)
+    if options.command == "replay":
+        from tidegate_operator import replay
+
+        return replay.main(rest)
     if options.command == "simulate":
         from tidegate_sim import command
 
@@ -194,6 +199,7 @@ def the_sum(inputs: formula.Inputs) -> Iterable[str]:
         yield (
             f"    needed = (arrivals {arrivals:g}{foreseen} + backlog {backlog:g}) req/s / (capacity {capacity:g} x"
             f" correction {correction:g} x (1 - headroom {headroom:g} %)) = {formula.needed(inputs):.2f} replicas"
+            + (f" as capacity rises to {inputs[formula.POOLED]:g} in a pool" if formula.POOLED in inputs else "")
         )
     try:
         needs = formula.needs(inputs)

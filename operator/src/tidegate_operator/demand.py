@@ -112,6 +112,15 @@ class Measured:
 
     windows: tuple[PodWindow, ...] = ()
     error: str | None = None
+    samples: Mapping[str, Sequence[PodSample]] = field(default_factory=dict)
+    """What the windows were made of, by pod, where the source has it."""
+
+
+def measured_of(samples: Mapping[str, Sequence[PodSample]]) -> Measured:
+    """What the samples of each pod, oldest first, tell; a pod without any is left out."""
+    known = {pod: ring for pod, ring in samples.items() if ring}
+    windows = (window_of(pod, ring) for pod, ring in known.items())
+    return Measured(tuple(window for window in windows if window is not None), samples=known)
 
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')

@@ -14,6 +14,7 @@ from tidegate_engine.settings import BatchSettings
 from tidegate_operator.engines import Answer, Applied, Refused
 from tidegate_operator.observation import EngineInfo, Replica
 from tidegate_operator.observing import can_be_asked
+from tidegate_operator.pods import incarnation
 
 FRESH_SECONDS = 60.0
 """A fact older than this is asked for anew: people may have changed the settings by hand."""
@@ -37,11 +38,6 @@ class Refusal:
 
     pod: str
     answer: Refused
-
-
-def incarnation(replica: Replica) -> str:
-    """Name of a pod's present life."""
-    return f"{replica.uid}/{replica.restarts}"
 
 
 class Fleet:

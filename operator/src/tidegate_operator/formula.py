@@ -12,6 +12,7 @@ from dataclasses import dataclass
 Inputs = Mapping[str, float]
 
 DIGITS = 4
+ALONE, POOLED = "capacityPerReplica", "capacityInPool"
 ALMOST = 1e-9
 """A quotient this little above a whole number is that number: floating point, not load."""
 REACTIVE_DOWN_PRESSURE = 0.5
@@ -49,24 +50,65 @@ def load(inputs: Inputs) -> float:
     return arriving + inputs["backlogPerSecond"]
 
 
-def usable(inputs: Inputs, capacity: str = "capacityPerReplica") -> float:
-    """Requests per second of one replica, as far as they may be planned with."""
-    return max(1e-6, inputs.get(capacity, 0.0) * inputs["correction"] * (1 - inputs["headroomPercent"] / 100))
+def usable(inputs: Inputs, *names: str) -> float:
+    """Requests per second of one replica, the most of these figures, as far as they may be planned with."""
+    most = max(inputs.get(name, 0.0) for name in names)
+    return max(1e-6, most * inputs["correction"] * (1 - inputs["headroomPercent"] / 100))
+
+
+def carried(alone: float, pooled: float, replicas: float) -> float:
+    """Requests per second that so many replicas carry together, from what one carries alone and one of very many.
+
+    What is kept free for chance is shared: of N replicas each needs it for one over the root of N as much.
+    """
+    return replicas * (pooled - (pooled - alone) / math.sqrt(replicas)) if replicas > 1 else replicas * alone
+
+
+def replicas_for(rate: float, alone: float, pooled: float) -> float:
+    """How many carry `rate`: the inverse of `carried`."""
+    if rate <= alone:
+        return rate / alone
+    spare = pooled - alone
+    return float(((spare + math.sqrt(spare**2 + 4 * pooled * rate)) / (2 * pooled)) ** 2)
 
 
 def needed(inputs: Inputs) -> float:
     """Replicas for the load, before anything is rounded up."""
-    return load(inputs) / usable(inputs)
+    return replicas_for(load(inputs), usable(inputs, ALONE), usable(inputs, ALONE, POOLED))
+
+
+def needed_ahead(inputs: Inputs) -> float:
+    """The same with the settings that are being approached, where they carry more."""
+    return replicas_for(load(inputs), *_ahead(inputs))
+
+
+def _ahead(inputs: Inputs) -> tuple[float, float]:
+    alone = usable(inputs, ALONE, "plannedCapacityPerReplica")
+    return alone, max(alone, usable(inputs, POOLED, "plannedCapacityInPool"))
+
+
+def carried_by(inputs: Inputs, replicas: float) -> float:
+    """Requests per second that so many replicas carry, as far as they may be planned with."""
+    return carried(usable(inputs, ALONE), usable(inputs, ALONE, POOLED), replicas)
+
+
+def carried_ahead(inputs: Inputs, replicas: float) -> float:
+    """The same with the settings that are being approached, where they carry more."""
+    return carried(*_ahead(inputs), replicas)
 
 
 def _by_model(inputs: Inputs) -> Needs:
     current, lost = inputs["currentReplicas"], inputs.get("lostReplicas", 0.0)
-    asked = load(inputs) / max(usable(inputs), usable(inputs, "plannedCapacityPerReplica"))
+    asked = needed_ahead(inputs)
     serving = max(1.0, current - lost)
+    is_short = asked / serving > 1 + _tolerance(inputs, "scaleUp")
     # A pod that cannot start is no supply; more than one in its place would be a storm.
-    up = math.ceil(asked - ALMOST) + min(1, int(lost)) if asked / serving > 1 + _tolerance(inputs, "scaleUp") else 1
-    margin = 1 - min(0.9, _tolerance(inputs, "scaleDown"))
-    down = math.ceil(needed(inputs) / margin + inputs["unseenReplicas"] / margin - ALMOST)
+    instead = min(1, int(lost)) if is_short else 0
+    up = math.ceil(asked - ALMOST) + instead if is_short else 1
+    kept = needed(inputs) + inputs["unseenReplicas"] + instead
+    is_surplus = kept < current * (1 - _tolerance(inputs, "scaleDown"))
+    # What is needed on the way up is wanted in the window on the way down as well.
+    down = math.ceil(kept - ALMOST) if is_surplus else max(int(current), up)
     return Needs(max(1, up), max(1, down, int(inputs["replicasToFit"])))
 
 

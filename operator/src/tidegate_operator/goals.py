@@ -48,13 +48,13 @@ def in_short(key: str) -> str:
 
 def targets_of(spec: Spec) -> Targets:
     """The goals of all requests whose class has none of its own."""
-    return _targets(spec.objectives, spec.objectives.queue_time)
+    return _targets(spec.objectives, spec.objectives.long_prompt_factor, spec.objectives.queue_time)
 
 
 def pattern_targets_of(spec: Spec) -> PatternTargets:
     """The goals of the classes that have their own; what a class does not give is the object's."""
     own = tuple(
-        (item.name, _targets(_inherited(item.objectives, spec.objectives)))
+        (item.name, _targets(_inherited(item.objectives, spec.objectives), spec.objectives.long_prompt_factor))
         for item in spec.traffic_classes
         if item.objectives is not None
     )
@@ -77,12 +77,13 @@ def _inherited(own: LatencyObjectives, common: LatencyObjectives) -> LatencyObje
     return LatencyObjectives(**given)
 
 
-def _targets(goals: LatencyObjectives, queue: Objective | None = None) -> Targets:
+def _targets(goals: LatencyObjectives, idle_factor: int, queue: Objective | None = None) -> Targets:
     return Targets(
         ttft_seconds=goals.ttft.seconds if goals.ttft else None,
         itl_seconds=goals.inter_token_latency.seconds if goals.inter_token_latency else None,
         queue_seconds=queue.seconds if queue else None,
         end_to_end_seconds=goals.end_to_end.seconds if goals.end_to_end else None,
+        idle_factor=float(idle_factor),
     )
 
 
@@ -118,9 +119,10 @@ def judge(spec: Spec, demand: Demand) -> tuple[Judged, ...]:
     return tuple(replace(item, seen_seconds=seen(item.key)) for item in goals_of(spec))
 
 
-def attained(spec: Spec, demand: Demand) -> float | None:
-    """The share within the goal that was kept to least; None where none was measured."""
-    shares = [share_within(_buckets(spec, demand, item.key), item.goal_seconds) for item in goals_of(spec)]
+def attained(spec: Spec, demand: Demand, allowed: Mapping[str, float]) -> float | None:
+    """The share within the goal, eased by what is `allowed`, that was kept to least; None where none was measured."""
+    goals = eased(goals_of(spec), allowed)
+    shares = [share_within(_buckets(spec, demand, item.key), item.goal_seconds) for item in goals]
     return min((share for share in shares if share is not None), default=None)
 
 
@@ -137,6 +139,17 @@ def _buckets(spec: Spec, demand: Demand, key: str) -> Mapping[float, float]:
     apart = {own for own, _ in pattern_targets_of(spec).own}
     rest = [each.name for each in spec.patterns() if each.name not in apart]
     return _ended(demand, name, [pattern] if pattern else rest)
+
+
+def eased(judged: Sequence[Judged], allowed: Mapping[str, float]) -> tuple[Judged, ...]:
+    """The goals with what `Capacity.allowed` adds for long prompts."""
+    return tuple(replace(item, goal_seconds=max(item.goal_seconds, allowed.get(item.key, 0.0))) for item in judged)
+
+
+def allowed_in(inputs: Mapping[str, float]) -> dict[str, float]:
+    """`Capacity.allowed` out of the figures of a decision (`allowed_KEY_seconds`)."""
+    names = {name: name.removeprefix("allowed_").removesuffix("_seconds") for name in inputs}
+    return {key: inputs[name] for name, key in names.items() if name == f"allowed_{key}_seconds"}
 
 
 def seen_of(demand: Demand, figure: str, patterns: Sequence[str]) -> float | None:

@@ -3,13 +3,13 @@
 Pure: no I/O, no clock. Called by `reconcile`, and by the simulator, so that both decide on the same facts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tidegate_operator import demand
 from tidegate_operator.api import Spec
 from tidegate_operator.demand import Measured, PodWindow
-from tidegate_operator.observation import EngineInfo, Observation, Replica, ReplicaPhase
+from tidegate_operator.observation import EngineInfo, GpuPrice, Observation, Replica, ReplicaPhase
 from tidegate_operator.pods import start_seconds
 from tidegate_operator.prior import believe, prior_of_engine
 
@@ -27,40 +27,51 @@ class Workload:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one pass found, before anything is worked out of it."""
+
+    now: float
+    replicas: tuple[Replica, ...]
+    """With the settings that they acknowledged, but not yet with their load."""
+    measured: Measured
+    info: EngineInfo | None
+    workload: Workload
+    held_requests: float | None = None
+    granted_gpus: int | None = None
+    price: GpuPrice | None = None
+
+
 def can_be_asked(replica: Replica) -> bool:
     return replica.phase is ReplicaPhase.READY and replica.ip is not None
 
 
-def observe(
-    spec: Spec,
-    *,
-    now: float,
-    replicas: Sequence[Replica],
-    measured: Measured,
-    info: EngineInfo | None,
-    workload: Workload,
-) -> Observation:
-    """The observation of one pass. `replicas` have their acknowledged settings already, but not yet their load."""
+def observe(spec: Spec, facts: Facts) -> Observation:
+    """The observation of one pass."""
+    replicas, measured, workload = facts.replicas, facts.measured, facts.workload
     found, metrics_state, metrics_message = demand.combine(
         measured,
         ready_pods=[replica.name for replica in replicas if can_be_asked(replica)],
-        now=now,
+        now=facts.now,
         stale_after_seconds=spec.metrics.stale_after_seconds,
     )
     windows = {window.pod: window for window in measured.windows}
     return Observation(
-        now=now,
+        now=facts.now,
         current_replicas=workload.current_replicas,
         replicas=tuple(_with_load(replica, windows.get(replica.name)) for replica in replicas),
         demand=found,
         metrics_state=metrics_state,
         metrics_message=metrics_message,
-        engine=_with_step_model(info, measured.windows),
+        engine=_with_step_model(facts.info, measured.windows),
+        held_requests=facts.held_requests,
+        granted_gpus=facts.granted_gpus,
         start_seconds=start_seconds(replicas, longest_seconds=spec.probes.startup_timeout_seconds + SCHEDULING_SECONDS),
         rollout_in_progress=workload.rollout_in_progress,
         spec_replicas=spec.replicas,
         workload_reason=workload.reason,
         workload_message=workload.message,
+        price=facts.price,
     )
 
 

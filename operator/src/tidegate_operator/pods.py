@@ -37,6 +37,11 @@ def seconds_of(timestamp: str | None) -> float | None:
     return None if not timestamp else datetime.fromisoformat(timestamp).timestamp()
 
 
+def incarnation(replica: Replica) -> str:
+    """Name of a pod's present life: a container that restarted has forgotten everything."""
+    return f"{replica.uid}/{replica.restarts}"
+
+
 def is_finished(pod: Manifest) -> bool:
     """Whether the pod has ended for good (evicted, completed): its controller does not count it either."""
     return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")

@@ -21,6 +21,7 @@ from tidegate_operator.capacity import Capacity, Scenario, capacity_of, scenario
 from tidegate_operator.forecast import Foreseen, foresee, interrupt, observe
 from tidegate_operator.formula import Needs, figure
 from tidegate_operator.goals import (
+    eased,
     headroom_percent,
     in_short,
     judge,
@@ -130,23 +131,31 @@ def decide(
     With `zero` the last replica goes after a time without requests, and comes back for those that the gateway holds.
     """
     context = replace(begin(spec, observation, load_memory(memory)), zero=zero)
-    for rule in RULES:
+    return conclude(follow_rules(context, RULES))
+
+
+def follow_rules(context: Context, rules: Sequence[Rule]) -> Context:
+    """One after the other; once one was final, only those that always hold."""
+    for rule in rules:
         if not context.final or rule in ALWAYS:
             context = rule(context)
-    return conclude(context)
+    return context
 
 
-def begin(spec: Spec, observation: Observation, memory: Memory) -> Context:
-    """Read the data, choose the settings, and work out the capacity under them."""
+def begin(spec: Spec, observation: Observation, memory: Memory, *, mix: Mix | None = None) -> Context:
+    """Read the data, choose the settings, and work out the capacity under them.
+
+    `mix` is given where these pods see only a part of what arrives.
+    """
     memory = forget_unlanded_scale(memory, current=observation.current_replicas)
     fresh = has_fresh_data(observation)
-    mix = Mix(0.0, ())
-    scene = None
     engine = observation.engine
-    if fresh and observation.demand is not None:
-        mix, memory = mix_of(observation.demand, memory, engine=engine, now=observation.now)
-        if engine is not None and engine.step_model is not None:
-            scene = scene_of(spec, engine, model=engine.step_model, mix=mix)
+    if mix is None:
+        mix = Mix(0.0, ())
+        if fresh and observation.demand is not None:
+            mix, memory = mix_of(observation.demand, memory, engine=engine, now=observation.now)
+    model = engine.step_model if engine is not None else None
+    scene = scene_of(spec, engine, model=model, mix=mix) if engine is not None and model is not None else None
     limits = limits_at(
         spec,
         observation.now,
@@ -323,7 +332,9 @@ def correct_by_measurement(context: Context) -> Context:
     enough = sum(demand.arrivals_per_second.values()) * demand.window_seconds >= FEEDBACK_REQUESTS
     if not settled or not enough or credited(context.spec, context.observation):
         return context
-    miss = worst_ratio(judge(context.spec, demand), without=capacity.unreachable)
+    allowed = dict(capacity.allowed)
+    judged = eased(judge(context.spec, demand), allowed)
+    miss = worst_ratio(judged, without=[key for key in capacity.unreachable if key not in allowed])
     figures = figures_of(context, demand, capacity)
     estimate = formula.needs(figures)
     enough_seen = estimate is not None and estimate.up <= context.current
@@ -331,7 +342,8 @@ def correct_by_measurement(context: Context) -> Context:
         return context
     # By the measured ratio in bounded steps, but at least so far that one more replica is the answer.
     tolerance = 1 + context.spec.autoscaling.behavior.scale_up.tolerance_percent / 100
-    one_more = memory.correction * formula.needed(figures) / (context.current * tolerance) * 0.999
+    carried = formula.carried_by(figures, context.current * tolerance)
+    one_more = memory.correction * formula.load(figures) / carried * 0.999
     correction = significant(max(CORRECTION_FLOOR, min(memory.correction * max(CORRECTION_STEP, 1 / miss), one_more)))
     return replace(context, memory=replace(memory, correction=correction, corrected_at=now, corrected_for=mix))
 
@@ -351,6 +363,7 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         "arrivalsPerSecond": arrivals,
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
+        "capacityInPool": capacity.pooled_per_second,
         "correction": memory.correction,
         "headroomPercent": headroom_percent(spec),
         "drainSeconds": drain,
@@ -362,6 +375,7 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
         figures["floorPerSecond"] = floor / answer
     if plan is not None and plan.capacity.requests_per_second > capacity.requests_per_second:
         figures["plannedCapacityPerReplica"] = plan.capacity.requests_per_second
+        figures["plannedCapacityInPool"] = plan.capacity.pooled_per_second
     if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
         figures["forecastPerSecond"] = context.foreseen.work / context.scene.marginal_seconds
     return {name: figure(value) for name, value in figures.items()}
@@ -393,8 +407,10 @@ def backlog_requests(context: Context, demand: Demand, capacity: Capacity) -> fl
     target, seen = context.spec.objectives.ttft, demand.ttft_p95_seconds
     if target is None or seen is None:
         return waiting
-    crowd = demand.running - capacity.running * context.observation.count(ReplicaPhase.READY)
-    return waiting + max(0.0, min(crowd, arrivals * (seen - target.seconds)))
+    alone, pooled, ready = capacity.requests_per_second, capacity.pooled_per_second, demand.pods_covered
+    usual = capacity.running * formula.carried(1.0, pooled / alone if alone > 0 else 1.0, ready)
+    allowed = max(target.seconds, dict(capacity.allowed).get("ttft", 0.0))
+    return waiting + max(0.0, min(demand.running - usual, arrivals * (seen - allowed)))
 
 
 def allowed_wait_seconds(spec: Spec) -> float:
@@ -440,6 +456,7 @@ def need_by_model(context: Context) -> Context:
         return context
     figures = figures_of(context, demand, capacity)
     needed = formula.needed(figures)
+    each = formula.carried(capacity.requests_per_second, capacity.pooled_per_second, needed) / needed if needed else 0.0
     corrected = "" if figures["correction"] == 1 else f" x {figures['correction']:.2f} as measured"
     arriving = f"{figures['arrivalsPerSecond']:.3g}"
     if "forecastPerSecond" in figures:
@@ -449,7 +466,7 @@ def need_by_model(context: Context) -> Context:
         arriving = f"{floor:.3g} as outputTokensPerSecond asks"
     message = (
         f"({arriving} + {figures['backlogPerSecond']:.3g} backlog) req/s over "
-        f"{figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
+        f"{each or figures['capacityPerReplica']:.3g} req/s a replica{corrected}"
         f" less {figures['headroomPercent']:.0f} % headroom = {needed:.2f} replicas"
     )
     if capacity.unreachable:
@@ -741,17 +758,21 @@ def _bounded(context: Context, replicas: int, *, rule: str) -> Context:
     return context if direction == asked else replace(context, reason=rule)
 
 
-RULES: tuple[Rule, ...] = (
+FIRST: tuple[Rule, ...] = (
     let_others_decide,
     stand_still_when_paused,
     sleep_and_wake,
     start_with_minimum,
+)
+NEEDS: tuple[Rule, ...] = (
     hold_without_metrics,
     correct_by_measurement,
     look_ahead,
     need_by_model,
     need_when_idle,
     need_by_reaction,
+)
+MOVES: tuple[Rule, ...] = (
     move_to_wanted,
     stabilise,
     wait_for_verification,
@@ -762,6 +783,7 @@ RULES: tuple[Rule, ...] = (
     keep_bounds,
     only_observe,
 )
+RULES: tuple[Rule, ...] = (*FIRST, *NEEDS, *MOVES)
 ALWAYS: tuple[Rule, ...] = (note_what_is_held, keep_bounds, only_observe)
 
 
@@ -832,6 +854,8 @@ def _inputs(context: Context) -> dict[str, float]:
         figures["idleItlSeconds"] = capacity.idle_itl_seconds
         for name in capacity.unreachable:
             figures[f"unreachable_{name}"] = 1.0
+        for name, seconds in capacity.allowed:
+            figures[f"allowed_{name}_seconds"] = formula.figure(seconds)
     for name, value in context.memory.effect.items():
         figures[f"effect_{name}"] = value
     trial = context.memory.trial

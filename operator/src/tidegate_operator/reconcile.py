@@ -19,14 +19,16 @@ from tidegate_operator.api import InvalidSpec, Reason, Spec, Target
 from tidegate_operator.cluster import ApiError
 from tidegate_operator.demand import Measured
 from tidegate_operator.events import EventBudget
-from tidegate_operator.fleet import Fleet, Refusal, incarnation
+from tidegate_operator.fleet import Fleet, Refusal
 from tidegate_operator.gpus import Prices, price_of
+from tidegate_operator.journal import Entry
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.observation import Action, Decision, Observation, Replica
-from tidegate_operator.observing import Workload, can_be_asked, observe
+from tidegate_operator.observing import Facts, Workload, can_be_asked, observe
 from tidegate_operator.pods import (
     DELETION_COST,
     deletion_costs,
+    incarnation,
     is_finished,
     is_made_by,
     newest_template_hash,
@@ -44,7 +46,7 @@ from tidegate_operator.resources import (
     content_version,
     slim,
 )
-from tidegate_operator.shares import Claim, granted_gpus
+from tidegate_operator.shares import Claim, asked, granted_gpus
 from tidegate_operator.status import Problem, StatusDict
 from tidegate_operator.store import Store
 
@@ -95,6 +97,12 @@ class KeysPort(Protocol):
     def token(self, audience: str, now: float) -> str: ...
 
 
+class JournalPort(Protocol):
+    """Where decisions are recorded."""
+
+    def write(self, entry: Entry) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """Everything outside the process that a pass may touch, and the clock (Unix seconds)."""
@@ -105,6 +113,8 @@ class Ports:
     fleet: Fleet
     keys: KeysPort
     clock: Callable[[], float]
+    journal: JournalPort | None = None
+    """None where decisions are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +192,16 @@ class Reconciler:
             await self._report_problem(seen, Problem(Reason.INVALID_SPEC, str(error), permanent=True))
             return Outcome(None)
         target = Target(key[1], key[0], metadata["uid"], metadata["generation"], spec)
-        observation = replace(await self._observe(target, now=now), granted_gpus=self._granted_gpus(target, now))
+        facts = await self._facts(target, now=now)
+        observation = observe(spec, facts)
         memory = status.memory_of(previous)
         if observation.demand is None:
             decision = policy.decide(spec, observation, memory)
         else:
             # In a thread: a search of settings takes long enough to starve probes and other objects of the loop.
             decision = await asyncio.to_thread(policy.decide, spec, observation, memory)
+        if self._ports.journal is not None:
+            self._ports.journal.write(Entry(f"{key[0]}/{key[1]}", seen["spec"], facts, memory, decision))
         recheck_after = decision.recheck_after_seconds
         if not any(map(can_be_asked, observation.replicas)):
             recheck_after = max(recheck_after, IDLE_RECHECK_SECONDS)
@@ -240,7 +253,7 @@ class Reconciler:
         """A token for the object's engines; none is made when there is none to ask."""
         return self._ports.keys.token(target.uid, now) if any(map(can_be_asked, replicas)) else ""
 
-    async def _observe(self, target: Target, *, now: float) -> Observation:
+    async def _facts(self, target: Target, *, now: float) -> Facts:
         key = (target.namespace, target.name)
         deployment = self._own_deployment(target)
         pods = [pod for pod in self._store.pods_of(key) if is_made_by(target.name, pod) and not is_finished(pod)]
@@ -259,9 +272,15 @@ class Reconciler:
             reason=reason,
             message=message,
         )
-        seen = observe(target.spec, now=now, replicas=replicas, measured=measured, info=info, workload=workload)
-        product = None if seen.engine is None else seen.engine.gpu_product
-        return replace(seen, price=price_of(product, self._installation.gpu_prices))
+        return Facts(
+            now=now,
+            replicas=replicas,
+            measured=measured,
+            info=info,
+            workload=workload,
+            granted_gpus=self._granted_gpus(target, now),
+            price=price_of(None if info is None else info.gpu_product, self._installation.gpu_prices),
+        )
 
     def _granted_gpus(self, target: Target, now: float) -> int | None:
         """The object's share where the installation has a budget for its kind of GPU."""
@@ -273,12 +292,12 @@ class Reconciler:
         at, shares = self._shares.get(gpu.resource_name, (0.0, {}))
         if name not in shares or not 0 <= now - at < SHARES_SECONDS:
             keys = self._store.addresses(LLM_DEPLOYMENTS)
-            claims = filter(None, (self._claim(key, gpu.resource_name) for key in keys))
+            claims = filter(None, (self._claim(key, gpu.resource_name, now) for key in keys))
             shares = granted_gpus(claims, gpus=budget, now=now)
             self._shares[gpu.resource_name] = now, shares
         return shares.get(name)
 
-    def _claim(self, key: Key, resource_name: str) -> Claim | None:
+    def _claim(self, key: Key, resource_name: str, now: float) -> Claim | None:
         """What an object claims of a kind of GPU; None when nothing."""
         seen = self._store.get(LLM_DEPLOYMENTS, key)
         if seen is None or "deletionTimestamp" in seen["metadata"]:
@@ -292,6 +311,7 @@ class Reconciler:
         deployment = self._store.get(DEPLOYMENTS, key)
         held = 0 if deployment is None else int(deployment["spec"].get("replicas", 0))
         wanted = seen["status"].get("autoscaling", {}).get("wantedReplicas")
+        wanted = asked(spec, wanted, status.memory_of(seen["status"]), now=now)
         return Claim(f"{key[0]}/{key[1]}", spec, held, wanted)
 
     def _own_deployment(self, target: Target) -> Manifest | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from tidegate_operator.demand import WINDOW_SECONDS, Measured, PodSample, parse_exposition, window_of
+from tidegate_operator.demand import WINDOW_SECONDS, Measured, PodSample, measured_of, parse_exposition
 from tidegate_operator.engines import admin_url, read_bounded
 
 TIMEOUT = aiohttp.ClientTimeout(total=4, connect=2)
@@ -66,12 +66,8 @@ class Scraper:
 
     def measured(self, incarnations: Iterable[str]) -> Measured:
         """Windows of these pods, as far as they have been scraped."""
-        windows = (
-            window_of(target.name, tuple(target.samples))
-            for incarnation in incarnations
-            if (target := self._targets.get(incarnation)) is not None
-        )
-        return Measured(tuple(window for window in windows if window is not None))
+        targets = filter(None, map(self._targets.get, incarnations))
+        return measured_of({target.name: tuple(target.samples) for target in targets})
 
     async def run(self) -> None:
         """Scrape what is due, for ever."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tidegate_operator.gpus import PriceError, Prices, parse_prices
 
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 DEFAULT_RUN_AS_USER = 10001
+DEFAULT_JOURNAL_MEGABYTES = 64.0
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -40,6 +42,9 @@ class Settings:
     pod_name: str
     gpu_prices: Prices = field(default_factory=Prices)
     """US dollars an hour of a GPU, before the table's defaults."""
+    journal: Path | None = None
+    """File in which every decision is recorded; None = none is."""
+    journal_megabytes: float = DEFAULT_JOURNAL_MEGABYTES
 
     @property
     def scopes(self) -> tuple[str | None, ...]:
@@ -81,6 +86,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         prices = parse_prices(item for item in environment.get("TIDEGATE_GPU_PRICES", "").split(",") if item.strip())
     except PriceError as error:
         raise SettingsError(f"TIDEGATE_GPU_PRICES: {error}") from error
+    journal = environment.get("TIDEGATE_JOURNAL", "").strip()
     watched = environment.get("TIDEGATE_WATCH_NAMESPACES", "").split(",")
     return Settings(
         namespace=required("TIDEGATE_NAMESPACE"),
@@ -98,6 +104,8 @@ def read(environment: Mapping[str, str]) -> Settings:
         kubeconfig=kubeconfig or None,
         pod_name=environment.get("HOSTNAME", "").strip() or "tidegate-operator",
         gpu_prices=prices,
+        journal=Path(journal) if journal else None,
+        journal_megabytes=number("TIDEGATE_JOURNAL_MEGABYTES", DEFAULT_JOURNAL_MEGABYTES, (1, 100_000)),
     )
 
 

@@ -4,12 +4,13 @@ Pure. Only an object that the operator scales and measures gives way; what other
 is. Called by `reconcile`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tidegate_operator.allocate import Want, allocate, spare_gpus
 from tidegate_operator.api import ScalingMode, Spec
 from tidegate_operator.limits import limits_at
+from tidegate_operator.memory import load_memory, wants_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,19 @@ class Claim:
     held: int
     """Replicas that it was told to have."""
     wanted: int | None
-    """What its load asked for when it was looked at last; None when unknown."""
+    """What its load asks for (`asked`); None when unknown."""
+
+
+def asked(spec: Spec, wanted: int | None, memory: Mapping[str, object], *, now: float) -> int | None:
+    """What an object's load asked for when it was looked at last, or since then within its own window on the way down.
+
+    Else a GPU would go to and fro with every want that wavers: the object would lose at once what it holds for then.
+    """
+    if wanted is None:
+        return None
+    seconds = spec.autoscaling.behavior.scale_down.stabilization_window_seconds
+    recent = wants_within(load_memory(memory), now=now, seconds=seconds) if seconds else ()
+    return max([wanted, *(want.most for want in recent)])
 
 
 def granted_gpus(claims: Iterable[Claim], *, gpus: int, now: float) -> dict[str, int]:

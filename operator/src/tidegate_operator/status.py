@@ -14,7 +14,7 @@ from typing import Any
 from tidegate_engine.settings import BatchSettings, Pattern
 from tidegate_operator import api, api_status
 from tidegate_operator.api import ConditionType, Reason, ScalingMode, Target
-from tidegate_operator.goals import attained, goals_of, judge, seen_of
+from tidegate_operator.goals import allowed_in, attained, eased, goals_of, judge, seen_of
 from tidegate_operator.observation import (
     STARTING_PHASES,
     WAITING_PHASES,
@@ -405,7 +405,8 @@ def _is_objectives_met(view: View) -> Verdict:
     margin = RECOVERY_MARGIN if before.get("reason") == Reason.MISSED else 1.0
     if not goals_of(spec):
         return Verdict("Unknown", Reason.NO_OBJECTIVES, "spec.objectives is empty")
-    measured = [item for item in judge(spec, demand) if item.seen_seconds is not None] if demand else []
+    goals = eased(judge(spec, demand), allowed_in(view.decision.inputs)) if demand else ()
+    measured = [item for item in goals if item.seen_seconds is not None]
     if not measured:
         return Verdict("Unknown", Reason.NO_TRAFFIC, "no requests were measured")
     missed = [item.words for item in measured if (item.seen_seconds or 0.0) > item.goal_seconds * margin]
@@ -586,7 +587,9 @@ def _objectives(view: View) -> api_status.ObjectivesStatus | None:
             seen_of(demand, "endToEnd", [pattern.name for pattern in view.target.spec.patterns()]),
             "endToEndP95Milliseconds",
         ),
-        attainment_percent=_steady_percent(attained(view.target.spec, demand), before.get("attainmentPercent")),
+        attainment_percent=_steady_percent(
+            attained(view.target.spec, demand, allowed_in(view.decision.inputs)), before.get("attainmentPercent")
+        ),
     )
     return measured if _dump(measured) else None
 

@@ -26,7 +26,7 @@ from tidegate_operator.capacity import (
     score_of,
 )
 from tidegate_operator.demand import WINDOW_SECONDS
-from tidegate_operator.goals import Judged, goals_of, judge, miss_of
+from tidegate_operator.goals import Judged, eased, goals_of, judge, miss_of
 from tidegate_operator.memory import Memory, Trial
 from tidegate_operator.observation import Demand, Observation, ReplicaPhase
 
@@ -153,7 +153,9 @@ def judge_trial(
         **{f"measured_{name}": value for name, value in measured.items() if name.endswith("_seconds")},
     }
     memory = replace(tuning.memory, trial=None, effect=effect)
-    if verification and applied and got_worse(spec, before=trial.measured, after=measured):
+    allowed = dict(capacity_of(scene, tuning.settings).allowed) if scene else {}
+    goals = eased(goals_of(spec), allowed)
+    if verification and applied and got_worse(goals, before=trial.measured, after=measured):
         until = now + COOLDOWN_FACTOR * verification
         memory = replace(memory, cooldown_until=until, settled=())
         return _change(
@@ -172,20 +174,15 @@ def judge_trial(
     return replace(tuning, memory=memory, hold_reason="SettingsVerified", message=message)
 
 
-def got_worse(spec: Spec, *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+def got_worse(goals: Sequence[Judged], *, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
     """Whether an objective is missed now and was not, or less so, under a comparable load."""
     if not comparable(before, after):
         return False
-    judged = goals_in(spec, after)
+    judged = list(goals)
     if before.get("late"):
         # A backlog shows in the waits of those that leave it: they say nothing about the settings that drain it.
         judged = [item for item in judged if item.key.startswith("itl")]
     return miss_of(after, judged) > MISSED_RATIO and miss_of(after, judged) > WORSE_RATIO * miss_of(before, judged)
-
-
-def goals_in(spec: Spec, figures: Mapping[str, float]) -> list[Judged]:
-    """The goals beside figures that were noted (`KEY_seconds`)."""
-    return [replace(item, seen_seconds=figures.get(f"{item.key}_seconds")) for item in goals_of(spec)]
 
 
 def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
@@ -199,16 +196,23 @@ def comparable(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
 
 def may_search(observation: Observation, tuning: Tuning, *, demand: Demand) -> bool:
     """Whether the data is good enough to look for other settings: every pod seen, all on one generation."""
-    arrivals = sum(demand.arrivals_per_second.values())
     ready = observation.count(ReplicaPhase.READY)
     return (
         ready > 0
         and demand.pods_covered >= ready
-        and arrivals * demand.window_seconds >= MIN_REQUESTS
-        and round(sum(demand.finished_per_second.values()) * demand.window_seconds) >= MIN_ANSWERS
+        and not is_thin(demand)
         and _applied_everywhere(observation, tuning.generation)
         and not (tuning.memory.cooldown_until is not None and observation.now < tuning.memory.cooldown_until)
     )
+
+
+def is_thin(demand: Demand) -> bool:
+    """Whether too few requests came and ended to tell anything by."""
+    arrived, ended = (
+        sum(rates.values()) * demand.window_seconds
+        for rates in (demand.arrivals_per_second, demand.finished_per_second)
+    )
+    return arrived < MIN_REQUESTS or round(ended) < MIN_ANSWERS
 
 
 def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: Demand, scene: Scenario) -> Tuning:
@@ -254,6 +258,23 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     )
     verification = spec.batching.verification_seconds
     return replace(tuning, aim=plan.settings, plan=plan, verifying_until=now + verification if verification else None)
+
+
+def tune_unwatched(spec: Spec, tuning: Tuning, *, scene: Scenario) -> Tuning:
+    """Settings of a kind that serves nothing or next to it: the best for the mix at once, since nothing can be watched.
+
+    What its next pods carry would else be judged by settings for a mix that is long gone.
+    """
+    signature = signature_of(scene, spec.envelope())
+    if spec.batching.mode != BatchingMode.AUTO or is_near(
+        tuning.memory.settled, signature, tolerance=SETTLED_TOLERANCE
+    ):
+        return tuning
+    plan = best_settings(scene, spec.envelope(), present=tuning.settings)
+    if plan.settings != tuning.settings:
+        message = f"batch settings {describe(plan.settings)} for the next replica"
+        tuning = _change(tuning, plan.settings, reason="RetunedForMix", message=message)
+    return replace(tuning, memory=replace(tuning.memory, trial=None, settled=signature), verifying_until=None)
 
 
 def _continued(running: Trial | None, step: Trial) -> Trial:
@@ -447,6 +468,7 @@ def signature_of(scene: Scenario, envelope: Envelope) -> tuple[float, ...]:
         step.token_seconds,
         step.kv_token_seconds,
         scene.targets.ttft_seconds or 0.0,
+        scene.targets.idle_factor,
         scene.targets.itl_seconds or 0.0,
         scene.targets.queue_seconds or 0.0,
         *(end for name in SETTING_NAMES for end in envelope.bounds(name)),

@@ -2,7 +2,7 @@
 
 Pure. A variant's capacity is a replica's under the targets for the present mix, so which kind is cheapest may change
 over the day. Kinds change only for a clear gain, new ones come before old ones go, and nothing goes while replicas
-start or changed settings are watched. For whoever scales several kinds at once; the object has no field for them yet.
+start or changed settings are watched. Called by `kinds`.
 """
 
 import math

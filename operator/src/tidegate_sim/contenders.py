@@ -1,18 +1,15 @@
 """Who takes part in the evaluation: Tidegate, without and with its live settings, and every baseline, each with a knob.
 
-A contender is made for a plant and a workload. All have the same bounds, goals, and first batch settings, which the
-operator's own planner chose for the mix that policies are tuned on.
+A contender is made for a plant and a workload. All have the same bounds, goals, and first batch settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate_engine.settings import DEFAULT_SETTINGS, ISL_EDGES, OSL_EDGES, BatchSettings, Envelope, lower_edge
+from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import Profile
 from tidegate_operator.api import Spec, parse_spec
-from tidegate_operator.capacity import Targets, best_settings, scenario
-from tidegate_operator.mix import Cell, Mix
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.baselines import table
 from tidegate_sim.baselines.plant import Plant
@@ -114,44 +111,3 @@ def contenders() -> dict[str, Contender]:
             _with_settings, "choice of settings", 0, choices, "the best settings that never move"
         ),
     }
-
-
-def mix_of(arrivals: Sequence[Arrival]) -> Mix:
-    """The whole workload's, cell by cell with mean lengths."""
-    cells: Mapping[tuple[int, int], list[Arrival]] = _cells(arrivals)
-    return Mix(
-        1.0,
-        tuple(
-            Cell(
-                share=len(inside) / len(arrivals),
-                isl=sum(each.isl for each in inside) / len(inside),
-                osl=sum(each.osl for each in inside) / len(inside),
-                isl_edge=edges[0],
-                osl_edge=edges[1],
-            )
-            for edges, inside in sorted(cells.items())
-        ),
-    )
-
-
-def _cells(arrivals: Sequence[Arrival]) -> dict[tuple[int, int], list[Arrival]]:
-    cells: dict[tuple[int, int], list[Arrival]] = {}
-    for arrival in arrivals:
-        edges = lower_edge(arrival.isl, ISL_EDGES), lower_edge(arrival.osl, OSL_EDGES)
-        cells.setdefault(edges, []).append(arrival)
-    return cells
-
-
-def planned_settings(
-    profile: Profile, arrivals: Sequence[Arrival], *, ttft_seconds: float, itl_seconds: float
-) -> BatchSettings:
-    """What the planner chooses for this mix and these goals."""
-    scene = scenario(
-        profile.step,
-        engine_info(profile),
-        mix=mix_of(arrivals),
-        targets=Targets(ttft_seconds, itl_seconds, None),
-    )
-    if scene is None:
-        return DEFAULT_SETTINGS
-    return best_settings(scene, Envelope(), present=DEFAULT_SETTINGS).settings

@@ -25,6 +25,8 @@ class PodView:
     replica: Replica
     samples: Sequence[PodSample] = ()
     """Oldest first, of the last ten minutes at least, with the engine's own counters and gauges (`demand.TERMS`)."""
+    kind: str = ""
+    """Which of `FleetView.kinds` it is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +43,62 @@ class GatewayView:
 
 
 @dataclass(frozen=True, slots=True)
+class KindView:
+    """What was ordered last for one kind of pod."""
+
+    name: str
+    desired_replicas: int
+    settings: BatchSettings
+    settings_generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetView:
     """Everything that a controller may know at `now`."""
 
     now: float
     """Unix seconds of the virtual clock."""
     desired_replicas: int
-    """What was ordered last."""
+    """What was ordered last, of all kinds together."""
     pods: tuple[PodView, ...]
     gateway: GatewayView
     settings: BatchSettings
-    """What was ordered last."""
+    """What was ordered last, for the first kind."""
     settings_generation: int = 1
+    kinds: tuple[KindView, ...] = ()
+    """By kind, in the fleet's order."""
 
     def count(self, *phases: ReplicaPhase) -> int:
         return sum(pod.replica.phase in phases for pod in self.pods)
 
 
 @dataclass(frozen=True, slots=True)
+class KindOrder:
+    """What shall be of one kind of pod. None leaves settings and weight as they are."""
+
+    name: str
+    replicas: int
+    settings: BatchSettings | None = None
+    settings_generation: int | None = None
+    weight: float | None = None
+    """Requests in flight that one of its pods shall have, against those of another kind; 1 at first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
-    """A controller's answer. `settings` None leaves them as they are."""
+    """A controller's answer, about the first kind of pod unless it names `kinds`. `settings` None leaves them."""
 
     replicas: int
     settings: BatchSettings | None = None
     settings_generation: int | None = None
     reason: str = ""
     message: str = ""
-    variant_replicas: tuple[tuple[str, int], ...] = ()
-    """Replicas by accelerator variant where the workload has several; empty when there is one kind of pod."""
+    kinds: tuple[KindOrder, ...] = ()
+    """In place of the fields above; kinds that are not named stay as they are."""
+
+    def by_kind(self, first: str) -> tuple[KindOrder, ...]:
+        """For each kind that it is about; `first` is the name of the fleet's first."""
+        return self.kinds or (KindOrder(first, self.replicas, self.settings, self.settings_generation),)
 
 
 class Controller(Protocol):

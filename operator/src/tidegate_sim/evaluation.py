@@ -8,33 +8,34 @@ is computed again. Owns the runs and the tuning; `matrix` holds what they found,
 
 import argparse
 import hashlib
+import inspect
 import json
 import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import load_profile
 from tidegate_sim import bounds, evaluation_report
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.baselines.plant import Plant
 from tidegate_sim.baselines.schedule import Scheduled
 from tidegate_sim.baselines.table import clairvoyant_schedule
-from tidegate_sim.contenders import Setup, contenders, planned_settings
+from tidegate_sim.contenders import FIXED_CHOICES, Setup, contenders
+from tidegate_sim.experiments import EXPERIMENTS
 from tidegate_sim.matrix import Attempt, Figures, Matrix, Tuned, best_of
 from tidegate_sim.results import Result
 from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, Scenario, all_scenarios
 from tidegate_sim.simulation import simulate
-from tidegate_sim.specification import FleetSpec, GatewaySpec, start_times
+from tidegate_sim.sources import code_digest
+from tidegate_sim.specification import FleetSpec, GatewaySpec, MetricsOutage, start_times
 
 ATTAINMENT = 0.99
 """What tuning is for: the fewest GPU-hours that still serve so many requests in time."""
@@ -66,11 +67,11 @@ class Place:
     cache: Path
 
 
-def fleet_of(scenario: Scenario, settings: BatchSettings) -> FleetSpec:
+def fleet_of(scenario: Scenario) -> FleetSpec:
     return FleetSpec(
         load_profile(PROFILE),
         initial_replicas=scenario.initial_replicas,
-        settings=settings,
+        settings=scenario.settings,
         start=start_times(scenario.start_seconds),
         gateway=GatewaySpec(timeout_seconds=CLIENT_TIMEOUT_SECONDS),
         faults=scenario.faults,
@@ -82,21 +83,12 @@ def _workload(scenario: str, data: Path | None, seed: int) -> Sequence[Arrival]:
     return all_scenarios()[scenario].build(data, seed)
 
 
-@lru_cache(maxsize=16)
-def _settings_for(training: str, data: Path | None) -> BatchSettings:
-    """The batch settings that everybody begins with: planned for the training workload."""
-    arrivals = _workload(training, data, TUNING_SEED)
-    return planned_settings(
-        load_profile(PROFILE), arrivals, ttft_seconds=GOALS.ttft_seconds, itl_seconds=GOALS.itl_seconds
-    )
-
-
-def setup_of(scenario: Scenario, *, settings: BatchSettings, arrivals: Sequence[Arrival]) -> Setup:
+def setup_of(scenario: Scenario, arrivals: Sequence[Arrival]) -> Setup:
     profile = load_profile(PROFILE)
     plant = Plant(
         step=profile.step,
         kv_tokens=profile.kv_blocks * profile.block_tokens,
-        settings=settings,
+        settings=scenario.settings,
         ttft_seconds=GOALS.ttft_seconds,
         itl_seconds=GOALS.itl_seconds,
         start_seconds=scenario.start_seconds,
@@ -108,22 +100,29 @@ def setup_of(scenario: Scenario, *, settings: BatchSettings, arrivals: Sequence[
 
 def run(job: Job, place: Place) -> Figures:
     """The figures of a simulation, from the cache when it was done before."""
+    if job.scenario in EXPERIMENTS:
+        key = code_digest(*EXPERIMENTS_CODE) + repr(asdict(job))
+        path = place.cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        return _kept(path, job, lambda: EXPERIMENTS[job.scenario].run(job.policy, job.seed))
     scenario = all_scenarios()[job.scenario]
-    path = place.cache / f"{_digest(job, scenario, place)}.json"
+    arrivals = _workload(job.scenario, place.data, job.seed)
+    fleet, setup = fleet_of(scenario), setup_of(scenario, arrivals)
+
+    def simulated() -> Figures:
+        if job.policy == ORACLE:
+            return _oracle(scenario, fleet, setup, seed=job.seed)
+        controller = contenders()[job.policy].make(setup, job.knob)
+        return figures_of(simulate(arrivals, fleet, controller, seed=job.seed, goals=GOALS), scenario)
+
+    return _kept(place.cache / f"{_digest(job, scenario, fleet, setup)}.json", job, simulated)
+
+
+def _kept(path: Path, job: Job, simulated: Callable[[], Figures]) -> Figures:
     if path.exists():
         return dict(json.loads(path.read_text()))
     began = time.monotonic()
-    arrivals = _workload(job.scenario, place.data, job.seed)
-    settings = _settings_for(scenario.training, place.data)
-    setup = setup_of(scenario, settings=settings, arrivals=arrivals)
-    if job.policy == ORACLE:
-        figures = _oracle(scenario, setup, seed=job.seed)
-    else:
-        controller = contenders()[job.policy].make(setup, job.knob)
-        result = simulate(arrivals, fleet_of(scenario, settings), controller, seed=job.seed, goals=GOALS)
-        figures = figures_of(result, scenario)
-    figures = {**figures, "job": asdict(job), "took_seconds": round(time.monotonic() - began, 2)}
-    place.cache.mkdir(parents=True, exist_ok=True)
+    figures = {**simulated(), "job": asdict(job), "took_seconds": round(time.monotonic() - began, 2)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(figures))
     partial.rename(path)
@@ -153,6 +152,7 @@ def figures_of(result: Result, scenario: Scenario) -> dict[str, Any]:
         "lb1_hours": bounds.by_whole_replicas(needs) / 3600,
         "lb2_hours": bounds.with_starts(needs, costs) / 3600,
         "lbv_hours": bounds.with_misses(needs, costs, missed_share=1 - attained) / 3600,
+        "blind_removals": _blind_removals(result),
         "events": [_aftermath(result, at) for at in scenario.events],
         "reasons": dict(result.reasons),
     }
@@ -186,14 +186,24 @@ def _aftermath(result: Result, at: float) -> dict[str, Any]:
     }
 
 
-def _oracle(scenario: Scenario, setup: Setup, *, seed: int) -> dict[str, Any]:
+def _blind_removals(result: Result) -> int:
+    """Orders for fewer replicas while metrics were missing, stale or those of some pods alone."""
+    outages = [fault for fault in result.fleet.faults if isinstance(fault, MetricsOutage)]
+    return sum(
+        change.after < change.before and outage.at_seconds <= change.at < outage.until_seconds
+        for outage in outages
+        for change in result.changes
+    )
+
+
+def _oracle(scenario: Scenario, fleet: FleetSpec, setup: Setup, *, seed: int) -> dict[str, Any]:
     """The smallest known-beforehand schedule that attains, found by bisecting its margin."""
     results: dict[float, Result] = {}
 
     def attempt(margin: float) -> bounds.Achieved:
         steps = clairvoyant_schedule(setup.plant, margin, setup.arrivals)
-        fleet = replace(fleet_of(scenario, setup.plant.settings), initial_replicas=steps[0][1])
-        result = results[margin] = simulate(setup.arrivals, fleet, Scheduled(steps), seed=seed, goals=GOALS)
+        begins = replace(fleet, initial_replicas=steps[0][1])
+        result = results[margin] = simulate(setup.arrivals, begins, Scheduled(steps), seed=seed, goals=GOALS)
         return bounds.Achieved(margin, result.attainment or 0.0, result.gpu_seconds)
 
     low, high = ORACLE_MARGINS
@@ -204,51 +214,28 @@ def _oracle(scenario: Scenario, setup: Setup, *, seed: int) -> dict[str, Any]:
 
 # --- what a result depends on ----------------------------------------------------------------------------------------
 
+SIMULATING = ("tidegate_sim.simulation", "tidegate_sim.bounds", "tidegate_sim.baselines.table")
+OTHERS_CODE = SIMULATING, ("tidegate_sim", "tidegate_engine")
+OWN_CODE = (*SIMULATING, "tidegate_sim.contenders"), ("tidegate_sim", "tidegate_engine", "tidegate_operator")
+EXPERIMENTS_CODE = (*SIMULATING, "tidegate_sim.experiments"), OWN_CODE[1]
+"""Modules, and the packages whose code counts: of the operator's, baselines use no more than the shape of a sample."""
 
-def _digest(job: Job, scenario: Scenario, place: Place) -> str:
+
+def _digest(job: Job, scenario: Scenario, fleet: FleetSpec, setup: Setup) -> str:
+    """By the workload and the fleet as they are, not by the code that made them."""
     own = job.policy in contenders() and contenders()[job.policy].own
-    needed = {path for path in (scenario.needs, all_scenarios()[scenario.training].needs) if path}
+    workload = hashlib.sha256()
+    for each in setup.arrivals:
+        workload.update(repr(each).encode())
+    figuring = (figures_of, costs_of, demand_of, _aftermath, _blind_removals, _oracle)
     parts = [
-        _code(("tidegate_sim", "tidegate_engine", "tidegate_operator") if own else ("tidegate_sim", "tidegate_engine")),
-        repr(asdict(job)),
-        repr([(path, _trace(place.data / path if place.data else None)) for path in sorted(needed)]),
-        repr((ATTAINMENT, ORACLE_TRIES, ORACLE_MARGINS) if job.policy == ORACLE else ()),
+        code_digest(*(OWN_CODE if own else OTHERS_CODE)),
+        *(inspect.getsource(each) for each in figuring),
+        repr((job.policy, job.knob, job.seed, fleet, setup.plant, scenario.events, GOALS, FIXED_CHOICES)),
+        repr((ATTAINMENT, ORACLE_TRIES, ORACLE_MARGINS, LARGEST_BATCH, AFTERMATH_SECONDS)),
+        workload.hexdigest(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-REPORTING = ("evaluation.py", "evaluation_report.py", "report.py", "command.py", "charts.py")
-"""What shows results and makes none. `evaluation` itself makes jobs, which are in the digest by their fields."""
-ENGINE_PARTS = (
-    "blocks.py",
-    "host_pool.py",
-    "output_lengths.py",
-    "request.py",
-    "scheduler.py",
-    "settings.py",
-    "steptime.py",
-)
-
-
-@lru_cache(maxsize=4)
-def _code(packages: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for package in packages:
-        root = Path(str(resources.files(package)))
-        for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
-            if package == "tidegate_engine" and path.suffix == ".py" and path.name not in ENGINE_PARTS:
-                continue
-            if path.name not in REPORTING:
-                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _trace(path: Path | None) -> tuple[int, str] | None:
-    """A trace by its size and its beginning: whole days of it need not be read again."""
-    if path is None or not path.exists():
-        return None
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()
 
 
 # --- many runs -------------------------------------------------------------------------------------------------------
@@ -316,8 +303,9 @@ def evaluate(
     seeds: int,
     oracle_seeds: int,
     processes: int,
+    experiments: Sequence[str] = (),
 ) -> Matrix:
-    """Tune, then run the matrix."""
+    """Tune, then run the matrix, and the experiments."""
     known = all_scenarios()
     runnable: list[Scenario] = []
     missing: list[Scenario] = []
@@ -340,8 +328,14 @@ def evaluate(
         if scenario.fixed_replicas is None and not scenario.full and not scenario.faults
         for seed in range(1, oracle_seeds + 1)
     }
-    print(f"{len(runnable)} scenarios", file=sys.stderr)
-    found = run_all([*jobs.values(), *oracle_jobs.values()], place, processes=processes)
+    experiment_jobs = {
+        (name, choice, seed): Job(name, choice, 0.0, seed)
+        for name in experiments
+        for choice in EXPERIMENTS[name].choices
+        for seed in range(1, seeds + 1)
+    }
+    print(f"{len(runnable)} scenarios, {len(experiments)} experiments", file=sys.stderr)
+    found = run_all([*jobs.values(), *oracle_jobs.values(), *experiment_jobs.values()], place, processes=processes)
     return Matrix(
         scenarios=tuple(runnable),
         contenders=contenders(),
@@ -356,9 +350,14 @@ def evaluate(
             for scenario in runnable
             if (scenario.name, 1) in oracle_jobs
         },
-        settings={each.training: _settings_for(each.training, place.data) for each in runnable},
+        settings={each.training: each.settings for each in runnable},
         seeds=seeds,
         missing=tuple(scenario.name for scenario in missing),
+        experiments={
+            (name, choice): tuple(found[experiment_jobs[name, choice, seed]] for seed in range(1, seeds + 1))
+            for name in experiments
+            for choice in EXPERIMENTS[name].choices
+        },
     )
 
 
@@ -382,7 +381,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="the Markdown file to write, with its plots beside it")
     parser.add_argument("--cache", type=Path, help="folder of kept results (default: ~/.cache/tidegate/evaluation)")
-    parser.add_argument("--scenarios", help="names or patterns, with commas between (default: all but full ones)")
+    parser.add_argument(
+        "--scenarios", help="and experiments, by names or patterns with commas between (default: all but full ones)"
+    )
     parser.add_argument("--policies", help="names, with commas between (default: all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each scenario (%(default)s)")
     parser.add_argument("--oracle-seeds", type=int, default=1, help="seeds for which the achievable oracle is searched")
@@ -391,12 +392,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = {name: each for name, each in all_scenarios().items() if not each.is_training}
     try:
-        names = choose(options.scenarios, known, "scenario") if options.scenarios else list(known)
+        every = {**known, **EXPERIMENTS}
+        names = choose(options.scenarios, every, "scenario") if options.scenarios else list(every)
         policies = choose(options.policies, contenders(), "policy") if options.policies else list(contenders())
     except ValueError as error:
         parser.error(str(error))
     cache = options.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate/evaluation"
-    scenarios = [known[name] for name in names if options.full or not known[name].full]
+    scenarios = [known[name] for name in names if name in known and (options.full or not known[name].full)]
     began = time.monotonic()
     matrix = evaluate(
         scenarios,
@@ -405,6 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds=options.seeds,
         oracle_seeds=options.oracle_seeds,
         processes=options.jobs,
+        experiments=[name for name in names if name in EXPERIMENTS],
     )
     print(f"done in {time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.out is None:

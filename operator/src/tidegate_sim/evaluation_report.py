@@ -4,15 +4,24 @@ Pure but for `write`. Only figures that a run gave stand in it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from tidegate_sim.matrix import Interval, Matrix, Tuned, bootstrap, paired
+from tidegate_engine.charts import SLOTS, Chart, Line, Span, has_data, picture
+from tidegate_sim import drift, rivals
+from tidegate_sim.experiments import DRIFT, RIVALS
+from tidegate_sim.matrix import Figures, Interval, Matrix, Tuned, bootstrap, paired
 from tidegate_sim.scenarios import CLIENT_TIMEOUT_SECONDS, GOALS, PROFILE, Scenario
+from tidegate_sim.specification import MetricsOutage
 
-OURS = "tidegate"
+OURS, HPA, FIXED_SETTINGS = "tidegate", "hpa-concurrency", "static-settings"
+BOUND_GOALS = {"S2": 1.10, "S2-full": 1.10, "S3": 1.15, "S3-full": 1.15}
+HPA_GOALS = {"S3": 0.80, "S3-full": 0.80}
+MIX_SHIFT, BY_TURNS, STEADY = "S5-0min", "S6", "S1-poisson"
+"""Poisson arrivals of 5 requests/s are, minute by minute, a steady load with a noise of 5.8 %."""
 WIDTH, HEIGHT = 900, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 170, 30, 50
 COLOURS = (
@@ -26,24 +35,33 @@ def write(matrix: Matrix, out: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for training in _trainings(matrix):
         (folder / f"{training}.svg").write_text(plot([each for each in matrix.tuned if each.training == training]))
+    if day := matrix.experiments.get((DRIFT, drift.BOTH)):
+        (folder / f"{DRIFT}.svg").write_text(day_plot(day[0]))
     out.write_text("\n".join(page(matrix, plots=folder.name)) + "\n")
 
 
 def tables(matrix: Matrix) -> str:
     """For a terminal: no plots."""
     return "\n".join(
-        [*overview(matrix), "", *(line for each in matrix.scenarios for line in scenario_table(matrix, each))]
+        [
+            *overview(matrix),
+            "",
+            *(line for each in matrix.scenarios for line in scenario_table(matrix, each)),
+            *experiments(matrix),
+        ]
     )
 
 
 def page(matrix: Matrix, *, plots: str) -> list[str]:
-    lines = ["# Evaluation", "", *method(matrix), "", "## All scenarios", "", *overview(matrix), ""]
+    lines = ["# Evaluation", "", *method(matrix), "", "## Goals", "", *goals(matrix), ""]
+    lines += ["## All scenarios", "", *overview(matrix), ""]
     lines += ["## Tuning", "", *tuning(matrix), ""]
     for training in _trainings(matrix):
         lines += [f"![Attainment over GPU-hours on {training}]({plots}/{training}.svg)", ""]
     lines += ["## Scenario by scenario", ""]
     for scenario in matrix.scenarios:
         lines += [*scenario_table(matrix, scenario), ""]
+    lines += [*experiments(matrix, plots=plots)]
     if matrix.missing:
         lines += [f"Left out, as their trace was not given: {', '.join(matrix.missing)}.", ""]
     while not lines[-1]:
@@ -69,13 +87,68 @@ def method(matrix: Matrix) -> list[str]:
         "- **GPU-hours** run from the moment that a node takes a pod until it is gone.",
         "- **Tuned**: each policy's one knob is set on the training workload (another day, or other seeds) to the"
         " fewest GPU-hours that attain 99 %, or else to the most attainment. Every policy begins with the"
-        f" batch settings that Tidegate's planner chose for that workload ({settings}); those that can, change them.",
+        f" batch settings that were the best of a sweep on that workload ({settings}); those that can, change them.",
         "- **Over the bound**: GPU-hours over those of LB(v), the fewest that any fleet known beforehand would take for"
         " the same share of the work, with no queues and no chance. The **oracle** is the smallest schedule made"
         " beforehand with which the simulator attains 99 %: what lies between the two is the price of chance.",
         "- **Against Tidegate**: the mean difference, seed by seed, and its 95 % bootstrap interval; bold where zero"
         " lies outside.",
     ]
+
+
+def goals(matrix: Matrix) -> list[str]:
+    """What Tidegate shall reach, and what it reached, each as a mean over the seeds."""
+    lines = _row(["goal", "scenario", "reached", ""], head=True)
+    for scenario in matrix.scenarios:
+        if (scenario.name, OURS) not in matrix.figures:
+            continue
+        for goal, reached, holds in _goals_of(matrix, scenario):
+            lines += _row([goal, scenario.name, reached, "holds" if holds else "**missed**"])
+    return lines
+
+
+def _goals_of(matrix: Matrix, scenario: Scenario) -> Iterator[tuple[str, str, bool]]:
+    """Each with what was reached in words, and whether that is enough."""
+    name, figures = scenario.name, matrix.figures[scenario.name, OURS]
+
+    def mean(policy: str, figure: str) -> float:
+        return fmean(matrix.values(name, policy, figure))
+
+    attained, hours = mean(OURS, "attainment"), mean(OURS, "gpu_hours")
+    if name in BOUND_GOALS:
+        most = BOUND_GOALS[name]
+        ratio = fmean(float(each["gpu_hours"]) / float(each["lbv_hours"]) for each in figures)
+        yield f"at most {most:.2f} of the bound", f"{ratio:.2f} at {_percent(attained)}", ratio <= most
+        oracle = fmean(each["gpu_hours"] for each in matrix.oracles[name]) if name in matrix.oracles else None
+        if oracle:
+            yield f"at most {most:.2f} of the oracle", f"{hours / oracle:.2f}", hours <= most * oracle
+    if name in HPA_GOALS and (name, HPA) in matrix.figures:
+        ratio = hours / mean(HPA, "gpu_hours")
+        yield (
+            f"at most {HPA_GOALS[name]:.2f} of {HPA}, both at 99 %",
+            f"{ratio:.2f} at {_percent(attained)}, {HPA} at {_percent(mean(HPA, 'attainment'))}",
+            ratio <= HPA_GOALS[name] and attained >= 0.99,
+        )
+    if name == MIX_SHIFT:
+        recovered = [event["recovered_after"] for each in figures for event in each["events"]]
+        known, most = [each for each in recovered if each is not None], scenario.start_seconds + 60
+        yield (
+            f"well again after a shift of the mix within {most:.0f} s",
+            f"{fmean(known):.0f} s, the longest {max(known):.0f} s" if len(known) == len(recovered) else "never",
+            len(known) == len(recovered) and fmean(known) <= most,
+        )
+    if name == BY_TURNS and (name, FIXED_SETTINGS) in matrix.figures:
+        ratio = mean(OURS, "goodput_per_second") / mean(FIXED_SETTINGS, "goodput_per_second")
+        yield "1.30 of the goodput of the best settings that never move", f"{ratio:.2f}", ratio >= 1.3
+    if name == STEADY:
+        yield "no scaling an hour", f"{mean(OURS, 'scalings_per_hour'):.2f}", not mean(OURS, "scalings_per_hour")
+    if any(isinstance(fault, MetricsOutage) for fault in scenario.faults):
+        removed = sum(int(each["blind_removals"]) for each in figures)
+        yield "no replica less without metrics", f"{removed} orders in {len(figures)} runs", not removed
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def overview(matrix: Matrix) -> list[str]:
@@ -212,6 +285,133 @@ def _row(cells: Sequence[str], *, head: bool = False) -> list[str]:
 
 def _trainings(matrix: Matrix) -> list[str]:
     return list(dict.fromkeys(item.training for item in matrix.tuned))
+
+
+# --- the experiments -------------------------------------------------------------------------------------------------
+
+
+def experiments(matrix: Matrix, *, plots: str | None = None) -> list[str]:
+    """Those that were run; `plots` is the folder of the plot."""
+    run = {name for name, _ in matrix.experiments}
+    lines = [*_day(matrix, plots), ""] if DRIFT in run else []
+    return lines + ([*_rivals(matrix), ""] if RIVALS in run else [])
+
+
+def _choices(matrix: Matrix, experiment: str) -> dict[str, tuple[Figures, ...]]:
+    return {choice: found for (name, choice), found in matrix.experiments.items() if name == experiment}
+
+
+def _day(matrix: Matrix, plots: str | None) -> list[str]:
+    """The day whose pattern drifts, and what two kinds of GPU cost against each alone."""
+    days = _choices(matrix, DRIFT)
+    prices = " and ".join(f"{gpu} at {drift.price_of(gpu):.2f} USD an hour" for gpu in drift.GPUS)
+    parts = ", then ".join(f"{kind.name} ({kind.isl.median:g}/{kind.osl.median:g} tokens)" for kind in drift.DAY)
+    lines = [
+        "## A day whose pattern drifts",
+        "",
+        f"{drift.REQUESTS_PER_SECOND:g} requests a second all day, {drift.PHASE_SECONDS / 60:g} minutes each of"
+        f" {parts}, each giving way to the next within {drift.DRIFT_SECONDS / 60:g} minutes. {drift.MODEL} in"
+        f" {drift.PRECISION} is served by two kinds of GPU behind one gateway, {prices}, steps as long as the roofline"
+        f" of `tidegate plan` says. {matrix.seeds} seeds. Alone, a kind is scaled and tuned by the same rules.",
+        "",
+    ]
+    head = ["GPUs", "attainment %", *(f"{kind.name} %" for kind in drift.DAY), "cost USD"]
+    head += [f"{gpu} hours" for gpu in drift.GPUS]
+    lines += _row([*head, "settings changes", "scalings/h", "reversals", "cost against both"], head=True)
+    both = [float(each["cost"]) for each in days[drift.BOTH]]
+    for choice, found in days.items():
+        costs = [float(each["cost"]) for each in found]
+        against = [100 * (cost / base - 1) for cost, base in zip(costs, both, strict=True)]
+        lines += _row(
+            [
+                f"**{choice}**" if choice == drift.BOTH else choice,
+                _spread(bootstrap([100 * each["attainment"] for each in found]), digits=1),
+                *(f"{100 * fmean(each['patterns'][kind.name] for each in found):.1f}" for kind in drift.DAY),
+                _spread(bootstrap(costs), digits=2),
+                *(f"{fmean(each['gpu_hours'].get(gpu, 0.0) for each in found):.2f}" for gpu in drift.GPUS),
+                f"{fmean(each['settings_changes'] for each in found):.1f}",
+                f"{fmean(each['scalings_per_hour'] for each in found):.1f}",
+                f"{fmean(each['reversals'] for each in found):.1f}",
+                "" if choice == drift.BOTH else f"{_difference(bootstrap(against), digits=0)} %",
+            ]
+        )
+    if plots is not None:
+        lines += ["", f"![Mix, replicas by kind of GPU, and settings over the day]({plots}/{DRIFT}.svg)"]
+    return lines
+
+
+def day_plot(figures: Figures) -> str:
+    """Mix, replicas of each kind, their settings and the TTFT over the day."""
+    points = figures["timeline"]
+    names = sorted({name for point in points for name in point["mix"]})
+    gpus = dict(zip(points[0]["kinds"], SLOTS, strict=False))
+
+    def by_kind(value: Callable[[Mapping[str, Any]], float | None]) -> list[Line]:
+        return [
+            Line(gpu, slot, [(point["at"], value(point["kinds"][gpu])) for point in points], stepped=True)
+            for gpu, slot in gpus.items()
+        ]
+
+    def setting(name: str) -> list[Line]:
+        """Unknown while none of a kind is there: settings for a next pod are felt by nobody."""
+        return by_kind(lambda kind: kind["settings"][name] if kind["ready"] else None)
+
+    shares = [
+        Line(name, slot, [(point["at"], 100 * point["mix"].get(name, 0.0)) for point in points])
+        for name, slot in zip(names, SLOTS, strict=False)
+    ]
+    rate = Line("arriving", SLOTS[2], [(point["at"], point["arrivals_per_second"]) for point in points])
+    ttft = Line("p95", SLOTS[2], [(point["at"], point["ttft_p95_seconds"]) for point in points])
+    charts = [
+        Chart("Arrival rate", "requests/s", [rate], height=60),
+        Chart("Mix", "% of arrivals", shares, stacked=True),
+        Chart("Ready replicas", "pods", by_kind(lambda kind: kind["ready"])),
+        Chart("Sequences at once", "max_num_seqs", setting("max_num_seqs"), height=80),
+        Chart(
+            "Tokens a step", "max_num_batched_tokens", setting("max_num_batched_tokens"), logarithmic=True, height=80
+        ),
+        Chart("Prefill chunk", "tokens", setting("long_prefill_token_threshold"), logarithmic=True, height=80),
+        Chart("Time to first token, 95th percentile", "seconds", [ttft], target=drift.GOALS.ttft_seconds, height=80),
+    ]
+    end = points[-1]["at"]
+    bands = [(kind.name, start, until) for kind, start, until in drift.phases(end)]
+    return picture([chart for chart in charts if has_data(chart)], Span(0.0, end, bands, []))
+
+
+def _rivals(matrix: Matrix) -> list[str]:
+    """Attainment of two deployments that want more GPUs than there are."""
+    first, second = (rival.name for rival in rivals.RIVALS)
+    rises, begin, end = (seconds / 60 for seconds in (rivals.ARCHIVE_RISES_AT, *rivals.SHORTAGE))
+    lines = [
+        "## Two deployments and too few GPUs",
+        "",
+        f"Two deployments of chat on the same {rivals.GPUS} GPUs, with minima of {rivals.MINIMUM}: the {second} rises"
+        f" from 2 to 5.5 requests/s at minute {rises:g} and then holds most GPUs; the {first} rises from 0.8 to 2.5 at"
+        f" minute {begin:g}; both fall at minute {end:g}. First come: no budget, and a pod that no node takes waits for"
+        " the next free GPU. Shares: a budget, shared out by `allocate` as the operator does it."
+        f" {matrix.seeds} seeds.",
+        "",
+    ]
+    head = ["rule", *(f"{name}, minutes {begin:g} to {end:g} %" for name in (first, second))]
+    head += [*(f"{name}, all %" for name in (first, second)), "met of both %"]
+    head += [*(f"{name} GPU-h" for name in (first, second)), *(f"{name} fewest ready" for name in (first, second))]
+    lines += _row([*head, "scalings/h", "reversals"], head=True)
+    for choice, found in _choices(matrix, RIVALS).items():
+        pairs = [(each[first], each[second]) for each in found]
+        met = [
+            100 * sum(item["requests"] * item["attainment"] for item in pair) / sum(item["requests"] for item in pair)
+            for pair in pairs
+        ]
+        cells = [choice]
+        for figure in ("in_short_supply", "attainment"):
+            cells += [_spread(bootstrap([100 * pair[n][figure] for pair in pairs]), digits=1) for n in (0, 1)]
+        cells.append(_spread(bootstrap(met), digits=1))
+        cells += [f"{fmean(pair[n]['gpu_hours'] for pair in pairs):.2f}" for n in (0, 1)]
+        cells += [str(min(pair[n]["fewest_ready"] for pair in pairs)) for n in (0, 1)]
+        for figure in ("scalings_per_hour", "reversals"):
+            cells.append(f"{fmean(sum(item[figure] for item in pair) for pair in pairs):.1f}")
+        lines += _row(cells)
+    return lines
 
 
 # --- the plots -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ arrivals in and asks the controller. What becomes of requests goes into `Records
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 
@@ -19,8 +19,8 @@ from tidegate_operator.observation import Replica as PodFacts
 from tidegate_operator.observation import ReplicaPhase
 from tidegate_operator.pods import deletion_costs
 from tidegate_sim.arrivals import Arrival
-from tidegate_sim.controller import FleetView, GatewayView, PodView
-from tidegate_sim.records import Outcome, Records
+from tidegate_sim.controller import FleetView, GatewayView, KindOrder, KindView, PodView
+from tidegate_sim.records import Outcome, Records, Use
 from tidegate_sim.replica import NEVER, Replica
 from tidegate_sim.specification import (
     Balancing,
@@ -29,6 +29,7 @@ from tidegate_sim.specification import (
     MetricsOutage,
     OutageKind,
     PodCrash,
+    PodKind,
     Quota,
 )
 
@@ -62,11 +63,57 @@ class Agenda:
         return at
 
 
+class GpuPool:
+    """GPUs of the nodes, which one or more fleets take; those of a product that it does not name have no end."""
+
+    def __init__(self, gpus: Mapping[str, int] | None = None) -> None:
+        self._free = dict(gpus or {})
+        self._fleets: list[Fleet] = []
+
+    def join(self, fleet: "Fleet") -> None:
+        self._fleets.append(fleet)
+
+    def take(self, gpu: str, count: int) -> bool:
+        """Whether there were so many."""
+        free = self._free.get(gpu)
+        if free is None:
+            return True
+        if free < count:
+            return False
+        self._free[gpu] = free - count
+        return True
+
+    def give_back(self, gpu: str, count: int) -> None:
+        if gpu in self._free:
+            self._free[gpu] += count
+
+    def waiting(self) -> list["Pod"]:
+        """Pods that no node has taken, of all fleets: those created first come first."""
+        found = [pod for fleet in self._fleets for pod in fleet.pods if pod.phase is ReplicaPhase.UNSCHEDULABLE]
+        return sorted(found, key=lambda pod: pod.created_at)
+
+
+class Kind:
+    """What was ordered for one kind of pod."""
+
+    def __init__(self, spec: PodKind) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.desired = spec.initial_replicas
+        self.settings = spec.settings
+        self.generation = 1
+        self.weight = 1.0
+
+    def view(self) -> KindView:
+        return KindView(self.name, self.desired, self.settings, self.generation)
+
+
 class Pod:
     """One pod and, while its container serves or drains, the engine in it."""
 
-    def __init__(self, fleet: "Fleet", number: int, now: float) -> None:
+    def __init__(self, fleet: "Fleet", number: int, now: float, kind: Kind) -> None:
         self.fleet = fleet
+        self.kind = kind
         self.number = number
         self.name = f"pod-{number}"
         self.phase = ReplicaPhase.STARTING
@@ -103,16 +150,26 @@ class Pod:
 class Fleet:
     """Invariant: every request that came is held, in one pod, or has an outcome."""
 
-    def __init__(self, spec: FleetSpec, records: Records, *, seed: int, leaps: bool = True) -> None:
+    def __init__(
+        self,
+        spec: FleetSpec,
+        records: Records,
+        *,
+        seed: int,
+        leaps: bool = True,
+        agenda: Agenda | None = None,
+        pool: GpuPool | None = None,
+        number: int = 0,
+    ) -> None:
+        """`agenda` and `pool` are those of other fleets on the same clock and nodes; each has its own `number`."""
         self.spec = spec
         self.records = records
-        self.agenda = Agenda()
+        self.agenda = agenda or Agenda()
+        self.kinds = tuple(map(Kind, spec.kinds))
+        """In the order of the spec's."""
         self.pods: list[Pod] = []
         """All that stand, in order of creation."""
         self.gone: list[Pod] = []
-        self.desired = spec.initial_replicas
-        self.settings = spec.settings
-        self.generation = 1
         self.preemptions = 0
         """Of pods that are gone."""
         self.held: deque[Request] = deque()
@@ -121,7 +178,10 @@ class Fleet:
         self._in_flight_integral = 0.0
         self._in_flight_since = 0.0
         self._leaps = leaps
-        self._random = Random(f"{seed} fleet")
+        self._random = Random(f"{seed} fleet {number}" if number else f"{seed} fleet")
+        self._pool = pool or GpuPool()
+        self._pool.join(self)
+        self._is_weighted = False
         self._ready: list[Pod] = []
         self._turn = 0
         self._created = 0
@@ -133,10 +193,13 @@ class Fleet:
                 self.agenda.put(fault.at_seconds, self._crash_some, fault)
             elif isinstance(fault, Quota):
                 self.agenda.put(fault.at_seconds, self._set_quota, fault.pods)
-        for _ in range(spec.initial_replicas):
-            pod = self._create(-spec.start.mean_seconds)
-            pod.bound_at = pod.ready_at = 0.0
-            self._serve(pod)
+        for kind in self.kinds:
+            for _ in range(kind.desired):
+                pod = self._create(-kind.spec.start.mean_seconds, kind)
+                if not self._take_gpus(pod):
+                    raise ValueError(f"there are too few {kind.spec.profile.gpu} for the pods that are there at first")
+                pod.bound_at = pod.ready_at = 0.0
+                self._serve(pod)
         self.agenda.put(spec.scrape_seconds, self._scrape)
 
     # --- the gateway
@@ -176,7 +239,9 @@ class Fleet:
         if not ready:
             self.held.append(request)
             return
-        if self.spec.gateway.balancing is Balancing.LEAST_IN_FLIGHT:
+        if self._is_weighted:
+            pod = self._least_loaded()
+        elif self.spec.gateway.balancing is Balancing.LEAST_IN_FLIGHT:
             # From another pod on each time, so that equals take turns.
             self._turn += 1
             turn, count = self._turn, len(ready)
@@ -198,6 +263,13 @@ class Fleet:
         else:
             pod.in_flight += 1
         self._plan_wake(pod)
+
+    def _least_loaded(self) -> Pod:
+        """With one more request, for its weight: as Envoy's LEAST_REQUEST with weighted hosts. Equals take turns."""
+        ready = self._ready
+        self._turn += 1
+        turn = self._turn % len(ready)
+        return min((*ready[turn:], *ready[:turn]), key=lambda pod: (pod.in_flight + 1) / pod.kind.weight)
 
     def _end(self, index: int, outcome: Outcome, now: float) -> None:
         self.count_in_flight(-1, now)
@@ -249,53 +321,81 @@ class Fleet:
 
     # --- pods' lives
 
-    def order(self, replicas: int, now: float) -> None:
-        """Create pods, or drain the least loaded, until so many stand that do not drain."""
-        self.desired = replicas
-        standing = [pod for pod in self.pods if pod.phase is not ReplicaPhase.DRAINING]
+    def order(self, kinds: Iterable[KindOrder], now: float) -> None:
+        """Bring each kind that is named to what is ordered. Raises KeyError for one that there is not."""
+        for order in kinds:
+            kind = self.kind(order.name)
+            self._scale(kind, order.replicas, now)
+            if order.settings is not None:
+                self._apply(kind, order.settings, order.settings_generation, now)
+            if order.weight is not None:
+                kind.weight = order.weight
+        differs = len({kind.weight for kind in self.kinds}) > 1
+        self._is_weighted = differs and self.spec.gateway.balancing is Balancing.LEAST_IN_FLIGHT
+
+    def kind(self, name: str) -> Kind:
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        raise KeyError(name)
+
+    @property
+    def desired(self) -> int:
+        """Pods that were ordered, of all kinds."""
+        return sum(kind.desired for kind in self.kinds)
+
+    def _scale(self, kind: Kind, replicas: int, now: float) -> None:
+        """Create pods, or drain the least loaded, until so many of a kind stand that do not drain."""
+        kind.desired = replicas
+        standing = [pod for pod in self.pods if pod.phase is not ReplicaPhase.DRAINING and pod.kind is kind]
         for _ in range(len(standing), replicas):
-            self._bind(self._create(now), now)
+            self.bind(self._create(now, kind), now)
         if len(standing) > replicas:
             costs = deletion_costs(self._facts(pod) for pod in standing)
             standing.sort(key=lambda pod: (*_removal_order(pod), costs[pod.name], -pod.number))
             for pod in standing[: len(standing) - replicas]:
                 self._drain(pod, now)
 
-    def apply(self, settings: BatchSettings, generation: int | None, now: float) -> None:
-        """Bring settings to every ready pod; new ones start with them."""
-        changed = settings != self.settings
-        self.settings = settings
-        self.generation = generation if generation is not None else self.generation + changed
+    def _apply(self, kind: Kind, settings: BatchSettings, generation: int | None, now: float) -> None:
+        """Bring settings to every ready pod of a kind; new ones start with them."""
+        changed = settings != kind.settings
+        kind.settings = settings
+        kind.generation = generation if generation is not None else kind.generation + changed
         for pod in self._ready:
-            if pod.acknowledged != (self.generation, settings) and pod.replica is not None:
+            if pod.kind is kind and pod.acknowledged != (kind.generation, settings) and pod.replica is not None:
                 if pod.acknowledged is None or pod.acknowledged[1] != settings:
                     pod.replica.apply(settings, now)
                     self._plan_wake(pod)
-                pod.acknowledged = (self.generation, settings)
+                pod.acknowledged = (kind.generation, settings)
 
-    def _create(self, now: float) -> Pod:
+    def _create(self, now: float, kind: Kind) -> Pod:
         self._created += 1
-        pod = Pod(self, self._created, now)
+        pod = Pod(self, self._created, now, kind)
         self.pods.append(pod)
         return pod
 
-    def _bind(self, pod: Pod, now: float) -> None:
-        """A node takes the pod, where the quota allows it."""
-        if sum(other.bound_at is not None for other in self.pods) >= self._quota:
+    def _take_gpus(self, pod: Pod) -> bool:
+        profile = pod.kind.spec.profile
+        return self._pool.take(profile.gpu, profile.gpus)
+
+    def bind(self, pod: Pod, now: float) -> None:
+        """A node takes the pod, where the quota allows it and there are GPUs."""
+        if sum(other.bound_at is not None for other in self.pods) >= self._quota or not self._take_gpus(pod):
             pod.phase, pod.reason = ReplicaPhase.UNSCHEDULABLE, "Unschedulable"
             return
         pod.phase, pod.reason = ReplicaPhase.STARTING, ""
         pod.bound_at = now
-        self.agenda.put(now + self._vary(self.spec.start.scheduling_seconds), self._pull, pod)
+        start = pod.kind.spec.start
+        self.agenda.put(now + self._vary(start.scheduling_seconds, start.jitter), self._pull, pod)
 
-    def _vary(self, seconds: float) -> float:
-        jitter = self.spec.start.jitter
+    def _vary(self, seconds: float, jitter: float) -> float:
         return seconds * self._random.uniform(1 - jitter, 1 + jitter)
 
     def _pull(self, now: float, pod: Pod) -> None:
         if pod.phase is ReplicaPhase.STARTING:
             pod.phase = ReplicaPhase.PULLING
-            self.agenda.put(now + self._vary(self.spec.start.pulling_seconds), self._load, pod)
+            start = pod.kind.spec.start
+            self.agenda.put(now + self._vary(start.pulling_seconds, start.jitter), self._load, pod)
 
     def _load(self, now: float, pod: Pod) -> None:
         if pod.phase in (ReplicaPhase.PULLING, ReplicaPhase.CRASH_LOOPING):
@@ -303,7 +403,8 @@ class Fleet:
 
     def _start_loading(self, pod: Pod, now: float) -> None:
         pod.phase, pod.reason = ReplicaPhase.LOADING, ""
-        self.agenda.put(now + self._vary(self.spec.start.loading_seconds), self._become_ready, (pod, pod.restarts))
+        start = pod.kind.spec.start
+        self.agenda.put(now + self._vary(start.loading_seconds, start.jitter), self._become_ready, (pod, pod.restarts))
 
     def _become_ready(self, now: float, start: tuple[Pod, int]) -> None:
         pod, restarts = start
@@ -321,11 +422,11 @@ class Fleet:
         self._release_held(now)
 
     def _serve(self, pod: Pod) -> None:
-        spec = self.spec
+        spec, kind = self.spec, pod.kind
         pod.phase = ReplicaPhase.READY
         pod.replica = Replica(
-            spec.profile,
-            self.settings,
+            kind.spec.profile,
+            kind.settings,
             pod,
             max_model_len=spec.max_model_len,
             patterns=spec.patterns,
@@ -333,7 +434,7 @@ class Fleet:
         )
         pod.planned_wake = NEVER
         pod.samples.clear()
-        pod.acknowledged = (self.generation, self.settings)
+        pod.acknowledged = (kind.generation, kind.settings)
         self._ready.append(pod)
 
     def _drain(self, pod: Pod, now: float) -> None:
@@ -358,11 +459,13 @@ class Fleet:
         pod.ended_at = now
         self.pods.remove(pod)
         self.gone.append(pod)
+        if pod.bound_at is not None:
+            self._pool.give_back(pod.kind.spec.profile.gpu, pod.kind.spec.profile.gpus)
         self._bind_waiting(now)
 
     def _bind_waiting(self, now: float) -> None:
-        for pod in [pod for pod in self.pods if pod.phase is ReplicaPhase.UNSCHEDULABLE]:
-            self._bind(pod, now)
+        for pod in self._pool.waiting():
+            pod.fleet.bind(pod, now)
 
     # --- what goes wrong
 
@@ -432,7 +535,11 @@ class Fleet:
             now=now + epoch,
             desired_replicas=self.desired,
             pods=tuple(
-                PodView(self._facts(pod), tuple(sample for sample in pod.samples if sample.at <= seen_until))
+                PodView(
+                    self._facts(pod),
+                    tuple(sample for sample in pod.samples if sample.at <= seen_until),
+                    pod.kind.name,
+                )
                 for pod in self.pods
             ),
             gateway=GatewayView(
@@ -441,8 +548,9 @@ class Fleet:
                 in_flight_seconds_total=self._in_flight_integral,
                 held=len(self.held),
             ),
-            settings=self.settings,
-            settings_generation=self.generation,
+            settings=self.kinds[0].settings,
+            settings_generation=self.kinds[0].generation,
+            kinds=tuple(kind.view() for kind in self.kinds),
         )
 
     def replicas(self) -> Iterable[Replica]:
@@ -452,14 +560,20 @@ class Fleet:
     def count(self, *phases: ReplicaPhase) -> int:
         return sum(pod.phase in phases for pod in self.pods)
 
-    def gpu_seconds(self, *, until: float) -> float:
-        """Of pods on nodes, from the moment that a node took them until they were gone, no later than `until`."""
-        total = 0.0
+    def uses(self, *, until: float) -> dict[str, Use]:
+        """Of each kind's pods on nodes, from the moment that a node took them until they were gone or `until`."""
+        return {kind.name: self._use(kind, until=until) for kind in self.kinds}
+
+    def _use(self, kind: Kind, *, until: float) -> Use:
+        seconds, created = 0.0, 0
         for pod in (*self.pods, *self.gone):
+            if pod.kind is not kind:
+                continue
+            created += 1
             if pod.bound_at is not None and pod.bound_at < until:
                 end = until if pod.ended_at is None else min(until, pod.ended_at)
-                total += end - pod.bound_at
-        return total * self.spec.profile.gpus
+                seconds += end - pod.bound_at
+        return Use(seconds * kind.spec.profile.gpus, created, kind.spec.gpu_price_per_hour)
 
     def _facts(self, pod: Pod) -> PodFacts:
         epoch = self.spec.epoch_seconds

@@ -4,7 +4,7 @@ Pure. Made by `evaluation`, read by `evaluation_report`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -50,6 +50,8 @@ class Matrix:
     seeds: int
     missing: tuple[str, ...]
     """Scenarios left out for want of a trace."""
+    experiments: Mapping[tuple[str, str], tuple[Figures, ...]] = field(default_factory=dict)
+    """By (experiment, choice), one of each seed, in order."""
 
     def policies_of(self, scenario: Scenario) -> list[str]:
         return [policy for policy in self.contenders if (scenario.name, policy) in self.figures]

@@ -1,10 +1,11 @@
-"""What became of each request, in arrays: a million of them take some 50 MB.
+"""What became of each request, in arrays (a million of them take some 50 MB), and what the pods took.
 
 Written by the fleet, read by the results.
 """
 
 import math
 from array import array
+from dataclasses import dataclass
 from enum import IntEnum
 
 from tidegate_engine.request import FinishReason, Request
@@ -25,6 +26,19 @@ class Outcome(IntEnum):
     """Its client waited no longer."""
     FAILED = 4
     """Its pod died, or drained for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What pods of a kind took."""
+
+    gpu_seconds: float
+    pods_created: int
+    gpu_price_per_hour: float | None
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.gpu_price_per_hour is None else self.gpu_seconds / 3600 * self.gpu_price_per_hour
 
 
 class Records:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from tidegate_engine.settings import BatchSettings, pattern_of
 from tidegate_operator.observation import ReplicaPhase
-from tidegate_sim.records import Outcome, Records
+from tidegate_sim.records import Outcome, Records, Use
 from tidegate_sim.replica import unloaded_ttft_seconds
 from tidegate_sim.specification import FleetSpec, Goals
 
@@ -18,6 +18,15 @@ REVERSAL_SECONDS = 600.0
 QUANTILES = (0.5, 0.95, 0.99)
 FIXED_CHUNK_TOKENS = 2048
 """In which an idle replica reads prompts for the goal on TTFT, whatever a policy sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindPoint:
+    """One kind of pod at one moment."""
+
+    desired: int
+    phases: Mapping[ReplicaPhase, int]
+    settings: BatchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class Point:
     desired: int
     phases: Mapping[ReplicaPhase, int]
     settings: BatchSettings
+    """Of the first kind."""
     running: int
     waiting: int
     held: int
@@ -38,6 +48,8 @@ class Point:
     """Of the fullest pod."""
     ttft_p95_seconds: float | None
     """Of first tokens since the last point."""
+    kinds: Mapping[str, KindPoint] = field(default_factory=dict)
+    """Where there are several."""
 
     def pods(self, *phases: ReplicaPhase) -> int:
         return sum(self.phases.get(phase, 0) for phase in phases)
@@ -45,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An order that changed something."""
+    """An order that changed something of one kind of pod."""
 
     at: float
     before: int
@@ -54,6 +66,8 @@ class Change:
     settings_after: BatchSettings
     reason: str
     message: str
+    kind: str = ""
+    """Where there are several."""
 
     @property
     def scales(self) -> bool:
@@ -110,8 +124,8 @@ class Result:
     orders: int
     reasons: Mapping[str, int]
     """How many orders had each reason."""
-    gpu_seconds: float
-    pods_created: int
+    uses: Mapping[str, Use]
+    """By kind of pod."""
     preemptions: int
     overall: Service
     patterns: Mapping[str, Service] = field(default_factory=dict)
@@ -126,13 +140,23 @@ class Result:
         return self.overall.met / self.duration_seconds if self.duration_seconds else 0.0
 
     @property
+    def gpu_seconds(self) -> float:
+        return sum(use.gpu_seconds for use in self.uses.values())
+
+    @property
     def gpu_hours(self) -> float:
         return self.gpu_seconds / 3600
 
     @property
+    def pods_created(self) -> int:
+        return sum(use.pods_created for use in self.uses.values())
+
+    @property
     def cost(self) -> float | None:
-        price = self.fleet.gpu_price_per_hour
-        return None if price is None else self.gpu_hours * price
+        """None where a kind has no price."""
+        costs = [use.cost for use in self.uses.values()]
+        known = [cost for cost in costs if cost is not None]
+        return sum(known) if len(known) == len(costs) else None
 
     @property
     def scalings(self) -> list[Change]:
@@ -148,11 +172,15 @@ class Result:
 
     @property
     def reversals(self) -> int:
-        """Scalings that took back the direction of the one before within ten minutes."""
+        """Scalings that took back the direction of the one before, of the same kind, within ten minutes."""
+        kinds: dict[str, list[Change]] = {}
+        for change in self.scalings:
+            kinds.setdefault(change.kind, []).append(change)
         return sum(
             (after.after - after.before) * (before.after - before.before) < 0
             and after.at - before.at <= REVERSAL_SECONDS
-            for before, after in pairwise(self.scalings)
+            for changes in kinds.values()
+            for before, after in pairwise(changes)
         )
 
     @property
@@ -208,6 +236,7 @@ class Result:
             "settings_changes": len(self.retunings),
             "preemptions": self.preemptions,
             "pods_created": self.pods_created,
+            "kinds": {name: {**asdict(use), "cost": use.cost} for name, use in self.uses.items()},
             "overall": service_dict(self.overall),
             "patterns": {name: service_dict(service) for name, service in self.patterns.items()},
         }

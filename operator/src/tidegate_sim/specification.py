@@ -101,15 +101,28 @@ Fault = MetricsOutage | PodCrash | CrashLoop | Quota
 
 
 @dataclass(frozen=True, slots=True)
+class PodKind:
+    """Pods that are alike: what they run on, what they begin with, and what they cost."""
+
+    name: str
+    profile: Profile
+    initial_replicas: int = 0
+    """Ready when the workload begins."""
+    settings: BatchSettings = DEFAULT_SETTINGS
+    start: StartTimes = StartTimes()
+    gpu_price_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """One workload's pods, all alike."""
+    """One workload's pods: all alike, but for those of `other_kinds`."""
 
     profile: Profile
     initial_replicas: int = 1
     """Ready when the workload begins."""
     settings: BatchSettings = DEFAULT_SETTINGS
     max_model_len: int | None = None
-    """None = the profile's."""
+    """None = the profile's. Give one where kinds differ in it: any pod may get any request."""
     patterns: tuple[Pattern, ...] = DEFAULT_PATTERNS
     """By which the engines tell ended requests apart."""
     start: StartTimes = StartTimes()
@@ -125,6 +138,22 @@ class FleetSpec:
     faults: Sequence[Fault] = ()
     gpu_price_per_hour: float | None = None
     epoch_seconds: float = EPOCH_SECONDS
+    other_kinds: tuple[PodKind, ...] = ()
+    """Pods of the same model on other accelerators, behind the same gateway; profiles have blocks of the same size."""
+
+    def __post_init__(self) -> None:
+        if len({kind.name for kind in self.kinds}) <= len(self.other_kinds):
+            raise ValueError(f"kinds of pods need names of their own: {', '.join(kind.name for kind in self.kinds)}")
+        if len({kind.profile.block_tokens for kind in self.kinds}) > 1:
+            raise ValueError("kinds of pods behind one gateway need KV blocks of the same size")
+
+    @property
+    def kinds(self) -> tuple[PodKind, ...]:
+        """All of them; the first is what the other fields say, named after its GPU."""
+        first = PodKind(
+            self.profile.gpu, self.profile, self.initial_replicas, self.settings, self.start, self.gpu_price_per_hour
+        )
+        return (first, *self.other_kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with heads that two ranks can share evenly."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HIDDEN": 64, "HEADS": 8, "KV_HEADS": 2}.items():
+            patch.setitem(globals(), name, value)
+        return write_model(tmp_path_factory.mktemp("even") / "even.gguf")
+
+
+@pytest.fixture(scope="session")
 def real_model() -> Path:
     """SmolLM2-135M-Instruct."""
     return model.path()

@@ -99,7 +99,7 @@ def test_a_cache_of_each_type_serves_and_takes_the_bytes_that_arithmetic_says(
     """2 layers, keys and values, 3 heads of 8: 96 values; a quantised cache has 12 scales of 4 bytes."""
     runner = runner_of(tiny_model, Precision(kv=kv))
     assert runner.info.kv_token_bytes == token_bytes
-    assert sum(part[:, :, 0].nbytes for part in runner._pool) == token_bytes * BLOCK
+    assert sum(part[:, :, 0].nbytes for part in runner._part.pool) == token_bytes * BLOCK
     found = answers(runner)
     assert likeness(found, exact) >= least
     assert likeness(answers(runner, chunk=3), found) == 1
@@ -109,7 +109,7 @@ def test_a_cache_of_each_type_serves_and_takes_the_bytes_that_arithmetic_says(
 def test_what_an_earlier_request_left_in_a_quantised_block_reaches_no_later_one(tiny_model: Path, kv: str) -> None:
     runner = runner_of(tiny_model, Precision(kv=kv))
     clean = answers(runner)
-    for part in runner._pool:
+    for part in runner._part.pool:
         if part.dtype == torch.float32:
             part.fill_(torch.nan)
         else:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from tidegate_engine import torch_runner, transformer
+from tidegate_engine import model_part, torch_runner, transformer
 from tidegate_engine.blocks import BlockPool
 from tidegate_engine.cgroup import Machine
 from tidegate_engine.engine import Engine
@@ -96,7 +96,7 @@ def test_the_memory_of_the_old_cache_is_given_back(tiny_model: Path) -> None:
     runner = make_runner(tiny_model, kv_blocks=80_000)
     size = 80_000 * BLOCK * runner.info.kv_token_bytes
     assert size > 100 << 20
-    for part in runner._pool:
+    for part in runner._part.pool:
         part.fill_(1)
     before = resident_bytes()
     del part
@@ -122,10 +122,10 @@ def test_what_does_not_fit_leaves_the_old_size(tiny_model: Path, monkeypatch: py
     makes = transformer.new_kv_pool
 
     def fail_once(*arguments: object, **options: object) -> object:
-        monkeypatch.setattr(torch_runner, "new_kv_pool", makes)
+        monkeypatch.setattr(model_part, "new_kv_pool", makes)
         raise OSError("Cannot allocate memory")
 
-    monkeypatch.setattr(torch_runner, "new_kv_pool", fail_once)
+    monkeypatch.setattr(model_part, "new_kv_pool", fail_once)
     with pytest.raises(ModelError, match=r"ResizeFailed: .*Cannot allocate memory; it has 60 blocks again"):
         runner.resize(70)
     assert serve(runner, sizes={}) == undisturbed

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from tidegate_engine.architecture import DecoderConfig, Experts, LayerConfig, Rope, parameter_shapes
-from tidegate_engine.collectives import ALONE, Collectives, joined
+from tidegate_engine.collectives import ALONE, Collectives, join
 from tidegate_engine.native_decoder import native_decoder
 from tidegate_engine.tensor_split import Share, split_config, split_parameters
 from tidegate_engine.transformer import (
@@ -102,9 +104,10 @@ def logits_of(name: str, share: Share, collectives: Collectives) -> Tensor:
 
 def run_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    share = Share(rank, RANKS)
-    with joined(share, address=f"file://{folder}/meeting", device=torch.device("cpu")) as collectives:
-        torch.save({name: logits_of(name, share, collectives) for name in CONFIGS}, folder / f"{rank}.pt")
+    share, store = Share(rank, RANKS), FileStore(str(folder / "meeting"), RANKS)
+    collectives = join(share, store=store, device=torch.device("cpu"))
+    torch.save({name: logits_of(name, share, collectives) for name in CONFIGS}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +200,7 @@ def test_ranks_with_less_than_a_kv_head_each_hold_the_one_that_their_heads_read(
 
 def test_a_part_of_a_decoder_takes_no_adapters_and_is_left_to_torch() -> None:
     """Compiled code would leave the sums out."""
-    others = Collectives(add=ALONE.add, join=ALONE.join)
+    others = replace(ALONE)
     config = split_config(PLAIN, 2)
     decoder = build_decoder(config, split_parameters(PLAIN, parameters_of("plain"), Share(0, 2)), collectives=others)
     caches = layer_caches(config, new_kv_pool(config, blocks=3, block_tokens=BLOCK, dtype=torch.float32))

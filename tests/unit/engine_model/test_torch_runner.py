@@ -131,7 +131,7 @@ def test_a_prefix_that_was_in_host_memory_gives_what_a_miss_gives(
     scheduler = Scheduler(BatchSettings(4, 512, 512), pool, max_model_len=256)
     assert serve(runner, PROMPTS[-1:], scheduler=scheduler) == missed
     serve(runner, [prompt(seed, 60) for seed in (50, 51)], scheduler=scheduler)  # more than the cache beside it
-    for part in runner._pool:
+    for part in runner._part.pool:
         part[:, :, pool._free] = 0
     assert serve(runner, PROMPTS[-1:], scheduler=scheduler) == missed
     assert host.stored_blocks > 0 and host.loaded_blocks > 0
@@ -281,7 +281,7 @@ def test_the_paged_cache_gives_what_whole_recomputation_gives(
 
 def test_what_an_earlier_request_left_in_a_block_reaches_no_later_one(tiny_model: Path, alone: list[list[int]]) -> None:
     runner = TorchRunner(tiny_model, options=TorchOptions(kv_blocks=40, block_tokens=BLOCK, threads=1))
-    for part in runner._pool:
+    for part in runner._part.pool:
         part.fill_(torch.nan)
     assert serve(runner, PROMPTS[:3], scheduler=new_scheduler(blocks=40)) == alone[:3]
 
@@ -291,7 +291,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only(tiny_model: Path,
     healthy = Request("healthy", len(PROMPTS[3]), OUTPUT, 0.0, prompt_ids=PROMPTS[3], params=GREEDY)
     sick = Request("sick", 4, OUTPUT, 0.0, prompt_ids=PROMPTS[1], params=GREEDY)
     runner.run(Step(1, (StepItem(sick, 0, 3, False, [1]),), 1))
-    for part in runner._pool:
+    for part in runner._part.pool:
         part[:, :, 1] = torch.nan
     items = (StepItem(sick, 3, 1, True, [1]), StepItem(healthy, 0, 17, True, [2, 3, 4, 5, 6]))
     tokens = runner.run(Step(2, items, 1))
@@ -329,7 +329,7 @@ def test_kernels_that_there_are_none_of_and_those_without_a_gpu_are_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ModelError, match=r"KernelsUnknown: .* choose torch or triton"):
+    with pytest.raises(ModelError, match=r"KernelsUnknown: .* choose auto, torch or triton"):
         TorchRunner(tiny_model, options=TorchOptions(kernels="cuda"))
     with pytest.raises(ModelError, match=r"KernelsNeedGpu: .* TRITON_INTERPRET=1"):
         TorchRunner(tiny_model, options=TorchOptions(kernels="triton"))

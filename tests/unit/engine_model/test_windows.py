@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tidegate_engine import torch_runner
+from tidegate_engine import model_part, torch_runner
 from tidegate_engine.architecture import DecoderConfig, LayerConfig, Rope
 from tidegate_engine.blocks import NULL_BLOCK, BlockPool
 from tidegate_engine.host_pool import HostPool
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
 def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiled code where it is there, and by torch alone."""
     if request.param == "torch":
-        monkeypatch.setattr(torch_runner, "native_decoder", lambda *_: None)
+        monkeypatch.setattr(model_part, "native_decoder", lambda *_: None)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -69,7 +69,7 @@ def serve(
             assert token is not None and token.error is None and token.logprobs is not None
             logprobs[request.id].append(token.logprobs.logprob)
         scheduler.check_integrity()
-        for part in runner._pool:
+        for part in runner._part.pool:
             part[:, :, [NULL_BLOCK, *scheduler.blocks._free]] = torch.nan
     return [request.output_ids for request in requests], list(logprobs.values()), most
 
@@ -143,7 +143,7 @@ def test_a_prefix_of_a_model_with_windows_is_found_again_also_in_host_memory(
     for question in ([5], [6, 7]):
         serve(runner, [[*document, *question]], scheduler=scheduler, output=2)
     serve(runner, [prompt(seed, 70) for seed in (50, 51, 52)], scheduler=scheduler, output=2)
-    for part in runner._pool:
+    for part in runner._part.pool:
         part[:, :, list(scheduler.blocks._free)] = torch.nan
     last = Request("again", 61, 20, 9.0, prompt_ids=[*document, 8], params=GREEDY)
     scheduler.add(last)
@@ -181,7 +181,7 @@ def test_the_mean_of_a_models_states_is_transformers_while_it_gives_blocks_back(
                 assert token is not None and token.embedding is not None
                 embedding = token.embedding
             scheduler.check_integrity()
-            for part in runner._pool:
+            for part in runner._part.pool:
                 part[:, :, [NULL_BLOCK, *scheduler.blocks._free]] = torch.nan
         assert request.num_cached == 0
         found = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
@@ -207,7 +207,7 @@ def test_a_window_with_sinks_says_what_transformers_says_with_such_a_mask(save_f
                 if request is windowed:
                     logprobs.append(token.logprobs.logprob)
             scheduler.check_integrity()
-            for part in runner._pool:
+            for part in runner._part.pool:
                 part[:, :, [NULL_BLOCK, *scheduler.blocks._free]] = torch.nan
         assert windowed.num_cached == (48 if number else 0)
         whole = torch.tensor([[*ids, *windowed.output_ids]])
