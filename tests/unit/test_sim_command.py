@@ -116,7 +116,7 @@ def test_goals_on_whole_answers_and_on_waiting_count_too(trace: str, tmp_path: P
         ([*PROFILE, "--rate", "1", "--isl", "many"], "is no distribution of lengths"),
         ([*PROFILE, "--rate", "1", "--baseline", "static=two"], "its knob must be a number, not 'two'"),
         ([*PROFILE, "--rate", "1e9"], "are more than 20,000,000"),
-        ([*PROFILE, "--rate", "1", "--duration-seconds", "1e18"], "are more than 20,000,000"),
+        ([*PROFILE, "--rate", "1", "--duration-seconds", "1e8"], "are more than 20,000,000"),
         ([*PROFILE, "--rate", "1", "--baseline", "hpa-concurrency=nan"], "its knob (requests in a pod) is 0.001"),
         ([*PROFILE, "--rate", "1", "--baseline", "keda=0"], "its knob (waiting requests a replica) is 0.001"),
         ([*PROFILE, "--rate", "1", "--baseline", "clairvoyant=1e300"], "its knob (margin over the demand) is 0"),
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_there_is_named_once(capsys: pytest.CaptureFixture[st
         ("long.csv", b"t,isl,osl\n0,10,10\n1,99999999999999999999,10\n", "1,073,741,824 are the most"),
         ("late.csv", b"t,isl,osl\n0,10,10\n1e18,10,10\n", "ten years are the most"),
         ("broken.csv.gz", b"\x1f\x8b\x08\x00abcdefgh", "cannot be read"),
-        ("cut.csv.gz", gzip.compress(bytes(range(256)) * 99)[:-20], "cannot be read: Compressed file ended"),
+        ("cut.csv.gz", gzip.compress(b"t,isl,osl\n" + b"0,1,1\n" * 99)[:-9], "cannot be read: Compressed file ended"),
         ("plain.csv.gz", b"t,isl,osl\n0,1,1\n", "Not a gzipped file"),
         ("named.csv", gzip.compress(b"t,isl,osl\n0,1,1\n"), "a compressed trace is called .gz"),
         ("empty.csv", b"", "is empty"),
@@ -164,7 +164,6 @@ def test_a_file_that_is_not_there_is_named_once(capsys: pytest.CaptureFixture[st
         ("semicolons.csv", b"t;isl;osl\n0;10;10\n", "parted by commas, and is 't;isl;osl'"),
         ("short.csv", b"t,isl,osl\n0,10\n", "line 2: ['0', '10'] is no request (2 columns of 3)"),
         ("unsorted.csv", b"t,isl,osl\n500,10,10\n1,10,10\n", "a request at 1 s stands after the first one, at 500 s"),
-        ("late-disorder.csv", b"t,isl,osl\n0,9,9\n500,9,9\n1,9,9\n900,9,9\n", "sort the file by time"),
         ("negative.csv", b"t,isl,osl\n0,-10,10\n", "1 rows have no tokens"),
         ("nan.csv", b"t,isl,osl\n0,nan,10\n", "line 2"),
         ("never.csv", b"t,isl,osl\nnan,10,10\n", "nan is no time"),
@@ -279,10 +278,13 @@ def test_ctrl_c_ends_it_with_a_sentence_and_no_file(deployment: str, tmp_path: P
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("tidegate: "), "it simulates"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("tidegate: "), "it simulates"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert err.splitlines()[-1] == "tidegate simulate: stopped; nothing was written"
     assert "Traceback" not in err and out == "" and not page.exists()

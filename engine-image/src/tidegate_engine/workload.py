@@ -246,8 +246,8 @@ def _column(names: Sequence[str], known: Sequence[str], path: Path) -> int:
     if found is None:
         raise WorkloadError(
             f"{path} has no column {' or '.join(known)}: its first line must name the columns, parted by commas, and "
-            f"is {','.join(names)!r:.200}. Known are CSV files with arrival,isl,osl, the Azure and BurstGPT traces, and "
-            "Mooncake's JSON lines"
+            f"is {','.join(names)!r:.200}. Known are CSV files with arrival,isl,osl, the Azure and BurstGPT traces, "
+            "and Mooncake's JSON lines"
         )
     return names.index(found)
 
