@@ -93,7 +93,7 @@ def test_arrivals_out_of_order_are_put_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "no column"),
+        ("", "is empty"),
         ("a,b,c\n1,2,3\n", "no column arrival"),
         ("arrival,isl\n1,2\n", "no column osl"),
         ("arrival,isl,osl\n1,2\n", "line 2"),

@@ -151,7 +151,9 @@ def stream_rows(path: Path) -> Iterator[PlannedRequest]:
     except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise WorkloadError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; a compressed trace is called .gz"
+        ) from error
 
 
 def _open(path: Path) -> IO[str]:
@@ -199,6 +201,8 @@ def _fits(row: PlannedRequest, isl: int, osl: int, max_model_len: int | None) ->
 def _rows(file: IO[str], path: Path) -> Iterator[PlannedRequest]:
     lines = _bounded_lines(file, path)
     first = next(lines, "")
+    if not first:
+        raise WorkloadError(f"{path} is empty")
     if first.lstrip().startswith("{"):
         yield from _mooncake_rows(first, lines, path)
         return
@@ -213,8 +217,9 @@ def _rows(file: IO[str], path: Path) -> Iterator[PlannedRequest]:
                 yield PlannedRequest(0, _seconds(at), int(float(isl)), int(float(osl)), source=who)
             except (IndexError, ValueError, OverflowError) as error:
                 wanted = ", ".join(names[column] for column in columns)
+                why = f"{len(cells)} columns of {len(names)}" if isinstance(error, IndexError) else error
                 raise WorkloadError(
-                    f"{path}, line {number}: {cells!r:.200} is no request ({error}); a time and two numbers of tokens "
+                    f"{path}, line {number}: {cells!r:.200} is no request ({why}); a time and two numbers of tokens "
                     f"are wanted in the columns {wanted}"
                 ) from error
 
@@ -230,8 +235,9 @@ def _column(names: Sequence[str], known: Sequence[str], path: Path) -> int:
     found = next((name for name in known if name in names), None)
     if found is None:
         raise WorkloadError(
-            f"{path} has no column {' or '.join(known)} (it has {', '.join(names)!r:.200}); known are CSV files with "
-            "arrival,isl,osl, the Azure and BurstGPT traces, and Mooncake's JSON lines"
+            f"{path} has no column {' or '.join(known)}: its first line must name the columns, parted by commas, and "
+            f"is {','.join(names)!r:.200}. Known are CSV files with arrival,isl,osl, the Azure and BurstGPT traces, "
+            "and Mooncake's JSON lines"
         )
     return names.index(found)
 
@@ -263,7 +269,10 @@ def _mooncake_rows(first: str, rest: Iterator[str], path: Path) -> Iterator[Plan
                 tuple(int(each) for each in row.get("hash_ids", ())),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WorkloadError(f"{path}, line {number}: {line[:100]!r} is no request ({error!r:.100})") from error
+            raise WorkloadError(
+                f"{path}, line {number}: {line[:100]!r} is no request ({error!r:.100}); timestamp, input_length and "
+                "output_length are wanted, all of them numbers"
+            ) from error
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,23 @@ Reads the object, or a list of them, as JSON or YAML:
 Fields = Mapping[str, Any]
 
 
+EXIT_INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 with one sentence on stderr when the input cannot be read."""
+    """Exit code 0, 2 with one sentence on stderr when the input cannot be read, 130 after Ctrl-C."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("tidegate: stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Who read the output has enough of it; what is buffered must not be written at the end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="tidegate", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser(

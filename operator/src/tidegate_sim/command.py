@@ -11,9 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TextIO
+
+from pydantic.alias_generators import to_camel
 
 from tidegate_engine.settings import pattern_of
 from tidegate_engine.steptime import Profile, load_profile, profile_names
@@ -21,7 +24,7 @@ from tidegate_engine.workload import Lengths, WorkloadError, made_up, parse_leng
 from tidegate_operator.api import InvalidSpec, ScalingMode, Spec, parse_spec
 from tidegate_operator.capacity import Targets
 from tidegate_operator.goals import pattern_targets_of, targets_of
-from tidegate_operator.objects import UnreadableInput, read_objects, read_text
+from tidegate_operator.objects import UnreadableInput, read_objects, read_text, unknown_fields
 from tidegate_sim.arrivals import Arrival
 from tidegate_sim.baselines import table
 from tidegate_sim.baselines.plant import Plant
@@ -39,7 +42,9 @@ POINTS = 600
 MAX_ARRIVALS = 20_000_000
 """Of one simulation; each takes about a hundred bytes."""
 MAX_SIMULATED_SECONDS = 10 * 366 * 86_400.0
-MAX_INITIAL_REPLICAS = 10_000
+MAX_INITIAL_REPLICAS = 1000
+"""As many as an object may ask for."""
+MAX_PRICE = 1e6
 MAX_FACTOR = 1e6
 PROGRESS_SECONDS = 5.0
 EXIT_INTERRUPTED = 130
@@ -61,7 +66,7 @@ class SimulationRefused(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0, 2 with one sentence on stderr when something cannot be read, 130 after Ctrl-C."""
+    """Exit code 0, 2 with one sentence on stderr when something cannot be read or written, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
@@ -105,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     fleet.add_argument("--start-seconds", type=_not_negative, default=60.0, metavar="S", help="to start a pod; 60")
     fleet.add_argument("--initial-replicas", type=_replicas, metavar="N", help="ready at the start; the fewest allowed")
     fleet.add_argument("--timeout-seconds", type=_above_zero, metavar="S", help="clients give up without a first token")
-    fleet.add_argument("--price", type=_not_negative, metavar="USD", help="of a GPU-hour")
+    fleet.add_argument("--price", type=_price, metavar="USD", help="of a GPU-hour")
     compare = parser.add_argument_group("comparison and output")
     compare.add_argument(
         "--baseline",
@@ -123,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    for path in (options.html, None if options.json in (None, "-") else Path(options.json)):
+        _check_place(path)
     name, spec = _object(options.deployment)
     profile = _profile(options.profile, spec)
     arrivals, described = _arrivals(options, profile)
@@ -164,27 +171,41 @@ def _run(options: argparse.Namespace) -> int:
     results = []
     for shown, controller in zip(names, contenders, strict=True):
         progress.begin(shown)
-        result = simulate(
-            arrivals,
-            fleet,
-            controller,
-            seed=options.seed,
-            goals=goals,
-            point_seconds=max(POINT_SECONDS, arrivals[-1].at_seconds / POINTS),
-            watch=progress.show,
-        )
+        try:
+            result = simulate(
+                arrivals,
+                fleet,
+                controller,
+                seed=options.seed,
+                goals=goals,
+                point_seconds=max(POINT_SECONDS, arrivals[-1].at_seconds / POINTS),
+                watch=progress.show,
+            )
+        finally:
+            progress.end()
         results.append(replace(judged(result, spec), controller=shown))
-        progress.end()
     _write(options, results, name=name, described=described, goals=_told_goals(spec))
     return 0
 
 
 def _object(filename: str) -> tuple[str, Spec]:
-    """Name and spec of the file's first LLMDeployment."""
+    """Name and spec of the file's first LLMDeployment. What the API server would refuse of it is refused here too."""
     found = next(read_objects(read_text(filename)))
-    metadata = found.get("metadata")
+    metadata, given = found.get("metadata"), found.get("spec") or {}
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
-    return str(name or "unnamed"), parse_spec(found.get("spec") or {})
+    spec = parse_spec(given)
+    unknown = list(unknown_fields(spec, given))
+    if unknown:
+        raise SimulationRefused(f"{filename} has fields that no LLMDeployment has: {', '.join(unknown[:5])}")
+    scaling = spec.autoscaling
+    bounds = [("autoscaling", "minReplicas", scaling.min_replicas, "maxReplicas", scaling.max_replicas)]
+    for place in ("max_sequences", "max_batched_tokens", "prefill_chunk_tokens"):
+        ends = getattr(spec.batching, place)
+        bounds.append((f"batching.{to_camel(place)}", "min", ends.min, "max", ends.max))
+    for place, low_name, low, high_name, high in bounds:
+        if low is not None and high is not None and low > high:
+            raise SimulationRefused(f"{filename}: spec.{place}: {low_name} {low} is above {high_name} {high}")
+    return str(name or "unnamed"), spec
 
 
 def _profile(name: str | None, spec: Spec) -> Profile:
@@ -208,6 +229,8 @@ def _arrivals(options: argparse.Namespace, profile: Profile) -> tuple[list[Arriv
     duration = options.duration_seconds
     if options.trace is None:
         seconds = 3600.0 if duration is None else duration
+        if seconds > MAX_SIMULATED_SECONDS:
+            raise SimulationRefused("ten years are the most that is simulated; lower --duration-seconds")
         if not options.rate * seconds <= MAX_ARRIVALS:
             raise SimulationRefused(
                 f"{options.rate:g} requests/s for {seconds:g} s are more than {MAX_ARRIVALS:,}; lower one of them"
@@ -313,6 +336,9 @@ def _told(targets: Targets, goals: Goals) -> str:
 
 def _baseline(given: str, plant: Plant, arrivals: Sequence[Arrival]) -> Controller:
     name, has_knob, knob = given.partition("=")
+    near = get_close_matches(name, table.BASELINES, n=1)
+    if name not in table.BASELINES and near:
+        raise SimulationRefused(f"--baseline {given}: there is no baseline {name!r}; is {near[0]} meant?")
     try:
         value = _number(knob) if has_knob else None
     except argparse.ArgumentTypeError as error:
@@ -363,6 +389,16 @@ def as_json(result: Result) -> dict[str, object]:
             for point in result.timeline
         ],
     }
+
+
+def _check_place(path: Path | None) -> None:
+    """Before hours of work rather than after them."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise SimulationRefused(f"{path} is a folder; name a file to write")
+    if not path.parent.is_dir():
+        raise SimulationRefused(f"{path} cannot be written: there is no folder {path.parent}")
 
 
 def _save(path: Path, content: str) -> None:
@@ -420,6 +456,13 @@ def _not_negative(given: str) -> float:
     value = _number(given)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be 0 or more, not {given}")
+    return value
+
+
+def _price(given: str) -> float:
+    value = _not_negative(given)
+    if value > MAX_PRICE:
+        raise argparse.ArgumentTypeError(f"must be 0 to {MAX_PRICE:g}, not {given}")
     return value
 
 

@@ -26,10 +26,24 @@ def text(results: Sequence[Result]) -> str:
         rows.append((result.controller, *_cells(result, result.overall)))
         rows += [(f"  {name}", *_cells(None, service)) for name, service in result.patterns.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
+    lines = [
         "  ".join(cell.ljust(width) if n == 0 else cell.rjust(width) for n, (cell, width) in enumerate(pairs)).rstrip()
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    ]
+    return "\n".join([*lines, *(f"{each.controller}: {lost}" for each in results if (lost := _lost(each.overall)))])
+
+
+LOST = {
+    "refused": "refused, since they can never fit into the engine",
+    "timed_out": "given up by their clients",
+    "failed": "broken off",
+    "in_flight": "not ended an hour after the last arrival",
+}
+
+
+def _lost(service: Service) -> str:
+    """What became of those that were not served."""
+    return ", ".join(f"{service.outcomes[name]} {words}" for name, words in LOST.items() if service.outcomes.get(name))
 
 
 def _cells(result: Result | None, service: Service) -> tuple[str, ...]:

@@ -89,6 +89,12 @@ def _chosen(path: Path, cut: Cut, counted: Counted) -> Iterator[tuple[float, Pla
     zero: float | None = None
     for row in stream_rows(path):
         zero = row.at_seconds if zero is None else zero
+        if row.at_seconds < zero - DISORDER_SECONDS:
+            # It would be left out without a word: the file's first request is where its time begins.
+            raise WorkloadError(
+                f"{path}: a request at {row.at_seconds:g} s stands after the first one, at {zero:g} s; "
+                "sort the file by time"
+            )
         at = row.at_seconds - zero - cut.start_seconds
         if at >= cut.duration_seconds + DISORDER_SECONDS:
             return
