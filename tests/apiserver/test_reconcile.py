@@ -286,7 +286,7 @@ def until_quiet(operator: Operators, view: View) -> float:
         if writes != seen["writes"]:
             seen.update(writes=writes, passes=passes)
             return False
-        return passes >= seen["passes"] + 3
+        return passes >= seen["passes"] + 10
 
     until(is_quiet, "the operator writes no more", seconds=120)
     return seen["writes"]
