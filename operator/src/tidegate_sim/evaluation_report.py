@@ -380,14 +380,17 @@ def day_plot(figures: Figures) -> str:
 
 def _rivals(matrix: Matrix) -> list[str]:
     """Attainment of two deployments that want more GPUs than there are."""
-    first, second = (rival.name for rival in rivals.RIVALS)
+    assistant, archive = rivals.RIVALS
+    first, second = assistant.name, archive.name
     rises, begin, end = (seconds / 60 for seconds in (rivals.ARCHIVE_RISES_AT, *rivals.SHORTAGE))
     lines = [
         "## Two deployments and too few GPUs",
         "",
         f"Two deployments of chat on the same {rivals.GPUS} GPUs, with minima of {rivals.MINIMUM}: the {second} rises"
-        f" from 2 to 5.5 requests/s at minute {rises:g} and then holds most GPUs; the {first} rises from 0.8 to 2.5 at"
-        f" minute {begin:g}; both fall at minute {end:g}. First come: no budget, and a pod that no node takes waits for"
+        f" from {archive.rate(0.0):g} to {archive.rate(rivals.ARCHIVE_RISES_AT):g} requests/s at minute {rises:g} and"
+        f" then holds most GPUs; the {first} rises from {assistant.rate(0.0):g} to"
+        f" {assistant.rate(rivals.SHORTAGE[0]):g} at minute {begin:g}; both fall at minute {end:g}. First come: no"
+        " budget, and a pod that no node takes waits for"
         " the next free GPU. Shares: a budget, shared out by `allocate` as the operator does it."
         f" {matrix.seeds} seeds.",
         "",

@@ -6,6 +6,7 @@ The observation is put together by what `reconcile` calls too, and the memory go
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from tidegate_operator.api import Spec
 from tidegate_operator.demand import WINDOW_SECONDS, PodSample, measured_of
@@ -17,6 +18,7 @@ from tidegate_operator.shares import Claim, asked, granted_gpus
 from tidegate_operator.zero import ScaleToZero
 from tidegate_sim.controller import FleetView, KindOrder, Order, PodView
 
+Last = TypeVar("Last", Decision, KindsDecision)
 SCRAPES_PER_SYNC = 4
 SHORTEST_SCRAPE_SECONDS = 1.0
 
@@ -63,7 +65,26 @@ class Budget:
         return granted_gpus(self._claims.values(), gpus=self._gpus, now=now).get(name)
 
 
-class OperatorController:
+class _Rechecking(Generic[Last]):
+    """What controllers share that decide as the operator does; `last` is what was decided last."""
+
+    def __init__(self, spec: Spec, name: str) -> None:
+        self._spec = spec
+        self._name = name
+        self._memory: Mapping[str, object] = {}
+        self.last: Last | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def period_seconds(self) -> float:
+        """The operator's own choice, which may change with each decision."""
+        return self._spec.autoscaling.sync_period_seconds if self.last is None else self.last.recheck_after_seconds
+
+
+class OperatorController(_Rechecking[Decision]):
     """Carries the decision's memory as the object's status would; `last` is what was decided last.
 
     `budget` is shared with the controllers of other objects, whose names are others.
@@ -78,22 +99,10 @@ class OperatorController:
         zero: ScaleToZero | None = None,
         budget: Budget | None = None,
     ) -> None:
-        self._spec = spec
+        super().__init__(spec, name)
         self._engine = engine
-        self._name = name
         self._zero = zero
         self._budget = budget
-        self._memory: Mapping[str, object] = {}
-        self.last: Decision | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def period_seconds(self) -> float:
-        """The operator's own choice, which may change with each decision."""
-        return self._spec.autoscaling.sync_period_seconds if self.last is None else self.last.recheck_after_seconds
 
     def facts(self, view: FleetView) -> Facts:
         """What the operator would have found."""
@@ -131,23 +140,12 @@ class Accelerator:
     most_replicas: int = 1000
 
 
-class KindsController:
+class KindsController(_Rechecking[KindsDecision]):
     """Several kinds of pod behind one gateway; `last` is what was decided last."""
 
     def __init__(self, spec: Spec, kinds: Mapping[str, Accelerator], *, name: str = "tidegate-kinds") -> None:
-        self._spec = spec
+        super().__init__(spec, name)
         self._kinds = kinds
-        self._name = name
-        self._memory: Mapping[str, object] = {}
-        self.last: KindsDecision | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def period_seconds(self) -> float:
-        return self._spec.autoscaling.sync_period_seconds if self.last is None else self.last.recheck_after_seconds
 
     def decide(self, view: FleetView) -> Order:
         desired = {kind.name: kind.desired_replicas for kind in view.kinds}
