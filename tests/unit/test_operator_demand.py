@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -216,7 +216,7 @@ def window(pod: str, *, at: float = 100.0, scrapes: int = MIN_SCRAPES, **levels:
 
 
 def combined(*windows: PodWindow, ready: tuple[str, ...] = ("a", "b")) -> tuple[Demand | None, MetricsState, str]:
-    return combine(Measured(windows), ready_pods=ready, now=110.0, stale_after_seconds=60.0)
+    return combine(Measured(windows), ready=dict.fromkeys(ready), now=110.0, stale_after_seconds=60.0)
 
 
 def test_pods_are_summed_and_the_oldest_of_the_newest_samples_dates_the_sum() -> None:
@@ -231,6 +231,30 @@ def test_pods_are_summed_and_the_oldest_of_the_newest_samples_dates_the_sum() ->
     assert demand.kv_used_ratio == pytest.approx(0.25)
     assert demand.itl_p95_seconds is None
     assert demand.prompt_tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("ready_at", "counted"),
+    [
+        (80.0, 20 / 60),  # measured for 15 s of its 20 s
+        (95.0, 15 / 60),  # Ready again after it had been unready: it was measured for longer
+        (-900.0, 1.0),  # old, and not measured before
+        (None, 1.0),
+    ],
+)
+def test_what_came_to_a_young_pod_is_spread_over_the_window_of_the_others(
+    ready_at: float | None, counted: float
+) -> None:
+    """The rates of the first pod are already those of the time before the second was there."""
+    young = replace(window("b"), seconds=15.0)
+    demand, _, _ = combine(
+        Measured((window("a"), young)), ready={"a": 0.0, "b": ready_at}, now=110.0, stale_after_seconds=60.0
+    )
+    assert demand is not None
+    assert demand.window_seconds == 60.0
+    assert demand.arrivals_per_second[0] == pytest.approx(2.0 + 2.0 * counted)
+    assert demand.buckets["ttft"][math.inf] == pytest.approx(10.0 + 10.0 * counted)
+    assert demand.running == 2.0, "levels are as they are"
 
 
 def test_series_of_pods_that_are_gone_do_not_count() -> None:
@@ -259,7 +283,7 @@ def test_a_stale_pod_is_left_out_and_all_stale_is_stale() -> None:
     ],
 )
 def test_what_is_missing_is_said_and_there_is_no_demand(measured: Measured, ready: tuple[str, ...], words: str) -> None:
-    demand, state, message = combine(measured, ready_pods=ready, now=110.0, stale_after_seconds=60.0)
+    demand, state, message = combine(measured, ready=dict.fromkeys(ready), now=110.0, stale_after_seconds=60.0)
     assert demand is None
     assert state is MetricsState.ABSENT
     assert words in message

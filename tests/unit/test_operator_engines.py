@@ -215,7 +215,7 @@ async def test_scraped_traffic_becomes_demand(session: aiohttp.ClientSession, en
                 assert answer.status_code == 200, answer.text
         await until(lambda: scraper.measured(["u1/0"]).windows[0].scrapes >= MIN_SCRAPES)
         demand, state, _ = combine(
-            scraper.measured(["u1/0"]), ready_pods=["m-1"], now=time.time(), stale_after_seconds=30
+            scraper.measured(["u1/0"]), ready=dict.fromkeys(["m-1"]), now=time.time(), stale_after_seconds=30
         )
     finally:
         task.cancel()

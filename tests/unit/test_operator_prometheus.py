@@ -87,7 +87,7 @@ async def test_a_server_that_is_not_there_is_told_not_raised(nowhere: str) -> No
     assert measured.windows == ()
     assert measured.error is not None
     assert measured.error.startswith("PrometheusError: ")
-    demand, state, message = combine(measured, ready_pods=["m-a-b"], now=1.0, stale_after_seconds=60)
+    demand, state, message = combine(measured, ready=dict.fromkeys(["m-a-b"]), now=1.0, stale_after_seconds=60)
     assert (demand, state, message) == (None, MetricsState.ABSENT, measured.error)
 
 
@@ -204,7 +204,7 @@ async def test_every_term_of_a_real_engine_comes_back_from_a_real_prometheus(
     assert window.pod == "m-5d4f8c-x2x9z"
     absent = {term.name for term in TERMS} - {key[0] for key in window.values}
     assert absent <= {"step_model_residual_ratio"}, "an engine that has not fitted yet has no residual"
-    demand, state, _ = combine(measured, ready_pods=[window.pod], now=time.time(), stale_after_seconds=30)
+    demand, state, _ = combine(measured, ready=dict.fromkeys([window.pod]), now=time.time(), stale_after_seconds=30)
     assert state is MetricsState.FRESH
     assert demand is not None
     assert sum(demand.arrivals_per_second.values()) > 0
@@ -225,5 +225,6 @@ async def test_an_engine_that_died_is_unknown_not_idle(
     finally:
         source.close()
     assert measured.error is None
-    demand, state, _ = combine(measured, ready_pods=["m-5d4f8c-x2x9z"], now=time.time(), stale_after_seconds=60)
+    ready = dict.fromkeys(["m-5d4f8c-x2x9z"])
+    demand, state, _ = combine(measured, ready=ready, now=time.time(), stale_after_seconds=60)
     assert (demand, state) == (None, MetricsState.ABSENT)

@@ -6,7 +6,7 @@ each pod, and `combine` sums those. A missing series is unknown, never zero.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import compress, pairwise
@@ -229,10 +229,12 @@ def share_within(buckets: Mapping[float, float], limit: float) -> float | None:
 
 
 def combine(
-    measured: Measured, *, ready_pods: Iterable[str], now: float, stale_after_seconds: float
+    measured: Measured, *, ready: Mapping[str, float | None], now: float, stale_after_seconds: float
 ) -> tuple[Demand | None, MetricsState, str]:
-    """Sum the windows of pods that live and are fresh; the state and a sentence say what is missing."""
-    ready = set(ready_pods)
+    """Sum the windows of pods that live and are fresh; the state and a sentence say what is missing.
+
+    `ready` has the pods that are, and since when as far as that is known.
+    """
     if measured.error is not None:
         return None, MetricsState.ABSENT, measured.error
     if not ready:
@@ -253,14 +255,18 @@ def combine(
         scrapes = max(window.scrapes for window in fresh)
         return None, MetricsState.ABSENT, f"{scrapes} of the {MIN_SCRAPES} scrapes that a rate needs are there"
     message = f"{len(covered)} of {len(ready)} ready replicas are measured"
-    return _demand(covered), MetricsState.FRESH, message
+    return _demand(covered, ready), MetricsState.FRESH, message
 
 
-def _demand(covered: Sequence[PodWindow]) -> Demand:
+def _demand(covered: Sequence[PodWindow], ready: Mapping[str, float | None]) -> Demand:
+    """Rates are of the longest window: what has come to a young pod would else count on top of what had come to the
+    others before it was there."""
+    longest = max(window.seconds for window in covered)
     sums: dict[tuple[str, ...], float] = {}
     for window in covered:
+        share = _share_lived(window, ready[window.pod], longest)
         for key, value in window.values.items():
-            sums[key] = sums.get(key, 0.0) + value
+            sums[key] = sums.get(key, 0.0) + (value * share if key[0] in RATE_TERMS else value)
     totals: dict[str, dict[tuple[str, ...], float]] = {}
     for key, value in sums.items():
         totals.setdefault(key[0], {})[key[1:]] = value
@@ -288,7 +294,7 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
     kv = totals.get("kv_blocks", {})
     kv_total = sum(kv.values())
     return Demand(
-        window_seconds=max(window.seconds for window in covered),
+        window_seconds=longest,
         sampled_at=min(window.sampled_at for window in covered),
         arrivals_per_second=cells_of("arrivals"),
         finished_per_second={(int(isl), int(osl)): value for (isl, osl), value in totals.get("finished", {}).items()},
@@ -309,6 +315,13 @@ def _demand(covered: Sequence[PodWindow]) -> Demand:
         finished_buckets=finished,
         buckets=buckets,
     )
+
+
+def _share_lived(window: PodWindow, ready_at: float | None, seconds: float) -> float:
+    """The part of so many seconds, up to the window's end, in which the pod was Ready; 1 where that is unknown."""
+    if ready_at is None or window.seconds >= seconds:
+        return 1.0
+    return min(1.0, max(window.seconds, window.sampled_at - ready_at) / seconds)
 
 
 def level(window: PodWindow | None, name: str) -> float | None:

@@ -51,7 +51,7 @@ def observe(spec: Spec, facts: Facts) -> Observation:
     replicas, measured, workload = facts.replicas, facts.measured, facts.workload
     found, metrics_state, metrics_message = demand.combine(
         measured,
-        ready_pods=[replica.name for replica in replicas if can_be_asked(replica)],
+        ready={replica.name: replica.ready_at for replica in replicas if can_be_asked(replica)},
         now=facts.now,
         stale_after_seconds=spec.metrics.stale_after_seconds,
     )
