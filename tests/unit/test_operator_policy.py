@@ -273,6 +273,30 @@ def test_the_same_request_rate_needs_more_replicas_when_prompts_grow() -> None:
     assert long.wanted_replicas is not None and long.wanted_replicas > 3
 
 
+LASTING = {"isl": 256, "osl": 16384}
+
+
+def rate_counted(arrivals: float, **fields: Any) -> float:
+    """`arrivalsPerSecond` of a decision."""
+    return decide(spec_of(), seen(demand_of(arrivals, **LASTING, **fields), ready=1), {}).inputs["arrivalsPerSecond"]
+
+
+def test_of_requests_that_stay_long_those_that_run_tell_the_load() -> None:
+    """Chance doubles or ends what arrives in a minute; what runs hardly changes by it."""
+    usual = rate_counted(0.2, running=0.0)
+    stay = 60 * 0.2 / usual
+    assert stay > 120, "or nothing is tested here"
+    steady = 0.2 * stay
+    assert rate_counted(0.2, running=steady) == pytest.approx(0.2, rel=0.01), "what is steady is counted as it is"
+    assert rate_counted(0.4, running=steady) == pytest.approx(0.2 * (1 + 60 / stay), rel=0.01)
+    assert rate_counted(0.4, running=steady, waiting=9.0) == pytest.approx(0.4), "more than can run arrives"
+
+
+def test_of_requests_that_are_soon_gone_what_arrives_tells_the_load() -> None:
+    decision = decide(spec_of(), seen(demand_of(5, running=500.0), ready=1), {})
+    assert decision.inputs["arrivalsPerSecond"] == 5
+
+
 def test_a_backlog_adds_replicas() -> None:
     spec = spec_of()
     load = at_capacity(spec, 0.9)

@@ -73,6 +73,7 @@ KNOWN_PERIOD_SECONDS = 15
 WAKING_REPLICAS = 2
 """From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
+SHORTEST_AHEAD_SECONDS = 60.0
 FULL_SLOTS = 0.9
 FULL_KV = 0.8
 CORRECTION_FLOOR = 0.4
@@ -360,7 +361,7 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
     figures = {
         **context.inputs,
         **tolerances(spec),
-        "arrivalsPerSecond": arrivals,
+        "arrivalsPerSecond": arrivals_to_carry(demand, capacity, context.observation.start_seconds),
         "backlogPerSecond": backlog_requests(context, demand, capacity) / drain,
         "capacityPerReplica": capacity.requests_per_second,
         "capacityInPool": capacity.pooled_per_second,
@@ -379,6 +380,22 @@ def figures_of(context: Context, demand: Demand, capacity: Capacity) -> dict[str
     if context.scene is not None and context.foreseen.work > arrivals * context.scene.marginal_seconds:
         figures["forecastPerSecond"] = context.foreseen.work / context.scene.marginal_seconds
     return {name: figure(value) for name, value in figures.items()}
+
+
+def arrivals_to_carry(demand: Demand, capacity: Capacity, start_seconds: float | None) -> float:
+    """Requests per second that the requests stand for which will run when a replica could be there.
+
+    Requests that stay for long are few that arrive and many that run: how many came in a minute is mostly chance. Of
+    those that run, the part ahead / stay leaves until then, and what arrives comes in. Where requests wait, more arrive
+    than can run, and what runs does not tell less than what arrives.
+    """
+    arrivals = sum(demand.arrivals_per_second.values())
+    rate, ahead = capacity.requests_per_second, max(SHORTEST_AHEAD_SECONDS, start_seconds or 0.0)
+    stay = capacity.running / rate if rate > 0 else 0.0
+    if stay <= ahead:
+        return arrivals
+    running = demand.running * (1 - ahead / stay) + arrivals * ahead
+    return max(running / stay, arrivals) if demand.waiting else running / stay
 
 
 def tolerances(spec: Spec) -> dict[str, float]:
