@@ -197,7 +197,7 @@ def test_a_pattern_stands_for_all_that_it_fits() -> None:
 # --- statistics and report -------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=8))
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=8))
 def test_an_interval_holds_its_mean(values: list[float]) -> None:
     interval = bootstrap(values, draws=200)
     assert min(values) - 1e-9 <= interval.low <= interval.high <= max(values) + 1e-9
@@ -207,6 +207,7 @@ def test_an_interval_holds_its_mean(values: list[float]) -> None:
 def test_a_difference_that_all_seeds_show_is_clear_and_a_mixed_one_is_not() -> None:
     assert paired([2.0, 3.1, 4.0], [1.0, 2.0, 3.2]).is_clear
     assert not paired([2.0, 1.0, 4.0], [1.0, 2.0, 4.1]).is_clear
+    assert not paired([2.0], [1.0]).is_clear, "one seed tells nothing of chance"
     with pytest.raises(ValueError, match="nothing to draw from"):
         bootstrap([])
 
@@ -274,6 +275,16 @@ def test_the_report_says_means_bounds_and_differences() -> None:
     assert "the oracle takes 3.50 at 99.0 %" in "\n".join(table)
     (row,) = [line for line in evaluation_report.overview(matrix()) if line.startswith("| tidegate ")]
     assert row == "| tidegate | 98.5 / 4.1 |"
+
+
+def test_of_one_seed_no_interval_is_told() -> None:
+    once = dataclasses.replace(
+        matrix(), figures={("S1", "tidegate"): (figures(0.99, 4.0),), ("S1", "static"): (figures(0.97, 6.0),)}
+    )
+    table = evaluation_report.scenario_table(once, once.scenarios[0])
+    assert "; one seed." in table[2]
+    static = next(line for line in table if line.startswith("| static"))
+    assert "| 97.0 | 6.00 |" in static and "| -2.0 | +2.00 |" in static
 
 
 def of_scenario(name: str, ours: dict[str, object], theirs: dict[str, object], **fields: object) -> list[str]:

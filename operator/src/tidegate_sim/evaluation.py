@@ -41,6 +41,8 @@ ATTAINMENT = 0.99
 """What tuning is for: the fewest GPU-hours that still serve so many requests in time."""
 SEEDS = 5
 TUNING_SEED = 0
+WHOLE_DAY_SEEDS = 1
+"""Of full replays: another seed is the same days, begun some minutes later."""
 ORACLE = "oracle"
 ORACLE_TRIES = 5
 ORACLE_MARGINS = (0.0, 4.0)
@@ -313,6 +315,10 @@ def evaluate(
         needed = {path for path in (scenario.needs, known[scenario.training].needs) if path}
         there = place.data is not None and all((place.data / path).exists() for path in needed)
         (runnable if there or not needed else missing).append(scenario)
+
+    def seeds_of(scenario: Scenario) -> range:
+        return range(1, (min(seeds, WHOLE_DAY_SEEDS) if scenario.full else seeds) + 1)
+
     print(f"tuning {len(policies)} policies", file=sys.stderr)
     tuned = tune_all(runnable, policies, place, processes=processes)
     knobs = {(item.training, item.policy): item.knob for item in tuned}
@@ -320,7 +326,7 @@ def evaluate(
         (scenario.name, policy, seed): Job(scenario.name, policy, knobs[scenario.training, policy], seed)
         for scenario in runnable
         for policy in takes_part(scenario, policies)
-        for seed in range(1, seeds + 1)
+        for seed in seeds_of(scenario)
     }
     oracle_jobs = {
         (scenario.name, seed): Job(scenario.name, ORACLE, 0.0, seed)
@@ -341,7 +347,7 @@ def evaluate(
         contenders=contenders(),
         tuned=tuple(tuned),
         figures={
-            (scenario.name, policy): tuple(found[jobs[scenario.name, policy, seed]] for seed in range(1, seeds + 1))
+            (scenario.name, policy): tuple(found[jobs[scenario.name, policy, seed]] for seed in seeds_of(scenario))
             for scenario in runnable
             for policy in takes_part(scenario, policies)
         },

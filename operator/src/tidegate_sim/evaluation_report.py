@@ -198,6 +198,7 @@ def scenario_table(matrix: Matrix, scenario: Scenario) -> list[str]:
         fmean(float(each[name]) for each in any_figures) for name in ("requests", "lb0_hours", "lb2_hours")
     )
     about = f"{scenario.about[0].upper()}{scenario.about[1:]}"
+    alone = "; one seed" if len(matrix.figures[scenario.name, policies[0]]) == 1 < matrix.seeds else ""
     oracle = ""
     if found := matrix.oracles.get(scenario.name):
         hours, share = fmean(each["gpu_hours"] for each in found), fmean(each["attainment"] for each in found)
@@ -205,7 +206,7 @@ def scenario_table(matrix: Matrix, scenario: Scenario) -> list[str]:
     lines = [
         f"### {scenario.name}",
         "",
-        f"{about}. {requests:,.0f} requests; starts of {scenario.start_seconds:g} s. In GPU-hours: work alone"
+        f"{about}. {requests:,.0f} requests; starts of {scenario.start_seconds:g} s{alone}. In GPU-hours: work alone"
         f" {lb0:.2f}, in whole replicas with their starts {lb2:.2f}{oracle}.",
         "",
     ]
@@ -265,11 +266,13 @@ def _policy_cells(matrix: Matrix, scenario: Scenario, policy: str, *, has_events
 
 def _spread(interval: Interval, *, digits: int) -> str:
     half = (interval.high - interval.low) / 2
-    return f"{interval.mean:.{digits}f} ± {half:.{digits}f}"
+    return f"{interval.mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
 
 
 def _difference(interval: Interval, *, digits: int) -> str:
-    text = f"{interval.mean:+.{digits}f} ({interval.low:+.{digits}f} to {interval.high:+.{digits}f})"
+    text = f"{interval.mean:+.{digits}f}"
+    if math.isfinite(interval.low):
+        text += f" ({interval.low:+.{digits}f} to {interval.high:+.{digits}f})"
     return f"**{text}**" if interval.is_clear else text
 
 

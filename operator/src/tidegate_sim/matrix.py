@@ -3,6 +3,7 @@
 Pure. Made by `evaluation`, read by `evaluation_report`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -79,9 +80,11 @@ class Interval:
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0, draws: int = 2000) -> Interval:
-    """By drawing among the values again; raises ValueError when there are none."""
+    """By drawing among the values again; one alone tells no interval. Raises ValueError when there are none."""
     if not values:
         raise ValueError("there is nothing to draw from")
+    if len(values) == 1:
+        return Interval(values[0], -math.inf, math.inf)
     random = Random(f"{seed} bootstrap")
     count = len(values)
     means = sorted(sum(random.choices(values, k=count)) / count for _ in range(draws))
