@@ -169,6 +169,8 @@ MIX_POLICIES = (
 START_POLICIES = (
     "tidegate", "static", "hpa-concurrency", "hpa-work", "rps", "knative", "dynamo-both", "token-velocity",
 )  # fmt: skip
+WHOLE_DAY_POLICIES = ("tidegate", "hpa-concurrency", "wva", "dynamo-corrected")
+"""Those that came nearest to 99 % with the fewest GPU-hours on the cuts of the same traces, and the one of the goal."""
 SETTINGS_POLICIES = ("tidegate", "static-settings", "chiron")
 
 FIRST_SETTINGS = {
@@ -283,6 +285,7 @@ def _steady_and_traced() -> list[Scenario]:
             needs=AZURE_2024,
             initial_replicas=2,
             full=True,
+            policies=WHOLE_DAY_POLICIES,
         ),
         Scenario(
             "S3-full",
@@ -292,6 +295,7 @@ def _steady_and_traced() -> list[Scenario]:
             needs=SERVEGEN,
             initial_replicas=6,
             full=True,
+            policies=WHOLE_DAY_POLICIES,
         ),
         Scenario(
             "S4",
