@@ -98,6 +98,7 @@ def test_a_name_that_no_file_can_have_is_no_model(capsys: pytest.CaptureFixture[
         (["--model", "Llama-2-7B", "--precision", "fp3"], "known are fp32"),
         (["--model", "Llama-2-7B", "--ttft", "500"], "write 500ms"),
         (["--model", "Llama-2-7B", "--rate", "0"], "--rate must be above 0"),
+        (["--model", "Llama-2-7B", "--rate", "1e9"], "below a billion"),
         (["--model", "Llama-2-7B", "--price", "H100"], "is no price"),
         (["--model", "Llama-2-7B", "--headroom", "95"], "0 to 90"),
         (["--model", "Llama-2-7B", "--mix", "1000"], "neither ISL:OSL"),

@@ -222,7 +222,7 @@ def _goal(flag: str, text: str | None) -> float | None:
 
 def _positive(flag: str, value: float | None) -> float | None:
     if value is not None and not 0 < value < 1e9:
-        raise BadFlag(f"{flag} must be above 0")
+        raise BadFlag(f"{flag} must be above 0 and below a billion")
     return value
 
 
