@@ -257,6 +257,17 @@ def test_what_came_to_a_young_pod_is_spread_over_the_window_of_the_others(
     assert demand.running == 2.0, "levels are as they are"
 
 
+def test_what_came_lately_is_counted_apart() -> None:
+    counts = {0.0: 0.0, 15.0: 40.0, 30.0: 70.0, 45.0: 90.0, 50.0: 5.0, 60.0: 35.0}
+    ring = [PodSample(at, {("arrivals", "0"): count, ("running",): 1.0}) for at, count in counts.items()]
+    seen = window_of("a", ring)
+    assert seen is not None and seen.arrived_lately == 35, "the last 15 s, in which it began anew"
+    demand, _, _ = combined(seen, seen)
+    assert demand is not None and demand.arrived_lately == 70
+    unknown, _, _ = combined(seen, window("b"))
+    assert unknown is not None and unknown.arrived_lately is None
+
+
 def test_series_of_pods_that_are_gone_do_not_count() -> None:
     demand, _, _ = combined(window("a"), window("gone", waiting=500.0))
     assert demand is not None

@@ -297,6 +297,24 @@ def test_of_requests_that_are_soon_gone_what_arrives_tells_the_load() -> None:
     assert decision.inputs["arrivalsPerSecond"] == 5
 
 
+@pytest.mark.parametrize(
+    ("lately", "waiting", "counted"),
+    [
+        (200.0, 30.0, (200 - math.sqrt(200)) / 15),
+        (200.0, 1.0, 5.0),  # the replicas take it in
+        (100.0, 30.0, 5.0),  # 75 ± 9 are usual
+        (0.0, 30.0, 5.0),  # fewer than usual is not said so soon
+        (None, 30.0, 5.0),
+    ],
+)
+def test_a_jump_beyond_chance_that_makes_requests_wait_is_seen_before_the_minute_is_over(
+    lately: float | None, waiting: float, counted: float
+) -> None:
+    load = demand_of(5.0, waiting=waiting, arrived_lately=lately)
+    decision = decide(spec_of(), seen(load, ready=2), {})
+    assert decision.inputs["arrivalsPerSecond"] == pytest.approx(counted, rel=1e-3)
+
+
 def test_a_backlog_adds_replicas() -> None:
     spec = spec_of()
     load = at_capacity(spec, 0.9)

@@ -13,7 +13,7 @@ from itertools import compress, pairwise
 from operator import lt
 
 from tidegate_engine.steptime import StepModel
-from tidegate_operator.observation import Demand, MetricsState
+from tidegate_operator.observation import LATELY_SECONDS, Demand, MetricsState
 
 PREFIX = "tidegate_engine_"
 WINDOW_SECONDS = 60.0
@@ -104,6 +104,8 @@ class PodWindow:
     seconds: float
     scrapes: int
     values: Values
+    arrived_lately: float | None = None
+    """Requests that came within the last `LATELY_SECONDS`; None where the source tells rates alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,12 @@ def window_of(pod: str, samples: Sequence[PodSample]) -> PodWindow | None:
     for key in {key for sample, after in pairwise(recent) for key in sample.fell_until(after)}:
         if key[0] in RATE_TERMS and key in values:
             values[key] = _increase([sample.values.get(key, 0.0) for sample in recent]) / seconds
-    return PodWindow(pod, newest.at, seconds, len(recent), values)
+    return PodWindow(pod, newest.at, seconds, len(recent), values, _arrived_lately(recent))
+
+
+def _arrived_lately(samples: Sequence[PodSample]) -> float:
+    lately = [sample.values for sample in samples if sample.at >= samples[-1].at - LATELY_SECONDS - 0.5]
+    return sum(_increase([values.get(key, 0.0) for values in lately]) for key in lately[-1] if key[0] == "arrivals")
 
 
 def _increase(values: Sequence[float]) -> float:
@@ -291,6 +298,7 @@ def _demand(covered: Sequence[PodWindow], ready: Mapping[str, float | None]) -> 
         for (pattern, bound), value in totals.get(name, {}).items():
             finished.setdefault((figure, pattern), {})[float(bound)] = value
 
+    lately = [window.arrived_lately for window in covered if window.arrived_lately is not None]
     kv = totals.get("kv_blocks", {})
     kv_total = sum(kv.values())
     return Demand(
@@ -312,6 +320,7 @@ def _demand(covered: Sequence[PodWindow], ready: Mapping[str, float | None]) -> 
         kv_used_ratio=kv.get(("used",), 0.0) / kv_total if kv_total > 0 else None,
         preemptions_per_second=total("preemptions"),
         pods_covered=len(covered),
+        arrived_lately=sum(lately) if len(lately) == len(covered) else None,
         finished_buckets=finished,
         buckets=buckets,
     )

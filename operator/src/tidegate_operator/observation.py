@@ -11,6 +11,9 @@ from enum import StrEnum
 from tidegate_engine.settings import BatchSettings
 from tidegate_engine.steptime import StepModel
 
+LATELY_SECONDS = 15.0
+"""Over which a jump of the load is looked for."""
+
 
 class ReplicaPhase(StrEnum):
     """Where an engine pod stands. Only Starting, Pulling and Loading are credited as supply to come."""
@@ -83,6 +86,8 @@ class Demand:
     preemptions_per_second: float | None
     pods_covered: int
     """Pods with a fresh sample."""
+    arrived_lately: float | None = None
+    """Requests of the last `LATELY_SECONDS`; None where the source does not tell."""
     finished_buckets: Mapping[tuple[str, str], Mapping[float, float]] = field(default_factory=dict)
     """Cumulative histograms (upper bound → rate) of requests that ended, by (`ttft`, `itl` or `endToEnd`, pattern)."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)

@@ -47,6 +47,7 @@ from tidegate_operator.memory import (
 )
 from tidegate_operator.mix import Mix, estimate_mix, lengths_seen, pattern_shares
 from tidegate_operator.observation import (
+    LATELY_SECONDS,
     STARTING_PHASES,
     WAITING_PHASES,
     Action,
@@ -74,6 +75,8 @@ WAKING_REPLICAS = 2
 """From zero at most so many at once, or the minimum: what is held is a burst, and says little of the load after it."""
 SHORTEST_DRAIN_SECONDS = 10
 SHORTEST_AHEAD_SECONDS = 60.0
+JUMP_DEVIATIONS = 3.0
+"""So many standard deviations of a Poisson count are beyond chance."""
 FULL_SLOTS = 0.9
 FULL_KV = 0.8
 CORRECTION_FLOOR = 0.4
@@ -389,13 +392,27 @@ def arrivals_to_carry(demand: Demand, capacity: Capacity, start_seconds: float |
     those that run, the part ahead / stay leaves until then, and what arrives comes in. Where requests wait, more arrive
     than can run, and what runs does not tell less than what arrives.
     """
-    arrivals = sum(demand.arrivals_per_second.values())
+    arrivals = jumped(demand)
     rate, ahead = capacity.requests_per_second, max(SHORTEST_AHEAD_SECONDS, start_seconds or 0.0)
     stay = capacity.running / rate if rate > 0 else 0.0
     if stay <= ahead:
         return arrivals
     running = demand.running * (1 - ahead / stay) + arrivals * ahead
     return max(running / stay, arrivals) if demand.waiting else running / stay
+
+
+def jumped(demand: Demand) -> float:
+    """Requests per second that arrive, by the last seconds alone where they brought more than chance explains.
+
+    Believed only where requests wait, too: what the replicas take in needs no more of them, however it came.
+    """
+    mean = sum(demand.arrivals_per_second.values())
+    lately, expected = demand.arrived_lately, mean * LATELY_SECONDS
+    if lately is None or demand.window_seconds < 2 * LATELY_SECONDS or demand.waiting < demand.pods_covered:
+        return mean
+    if lately <= expected + JUMP_DEVIATIONS * math.sqrt(expected + 1):
+        return mean
+    return max(mean, (lately - math.sqrt(lately)) / LATELY_SECONDS)
 
 
 def tolerances(spec: Spec) -> dict[str, float]:
