@@ -235,7 +235,9 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     plan = best_settings(scene, spec.envelope(), present=tuning.settings)
     if not is_settled and plan.gain_ratio < URGENT_GAIN_RATIO:
         return tuning
-    if plan.gain_ratio < MIN_GAIN_RATIO:
+    # Among settings of one rate the safer ones are better; those that serve are not given up for safer ones of less.
+    carries_less = plan.capacity.requests_per_second < capacity_of(scene, tuning.settings).requests_per_second
+    if plan.gain_ratio < MIN_GAIN_RATIO or carries_less:
         return replace(tuning, memory=replace(memory, settled=signature))
     step = best_step(scene, plan.settings, present=tuning.settings, spec=spec)
     if step == tuning.settings:
