@@ -776,6 +776,19 @@ def test_settings_start_as_the_object_says_with_generation_one() -> None:
     assert (decision.settings.max_num_seqs, decision.settings_generation) == (32, 1)
 
 
+@pytest.mark.parametrize(("isl", "carries_more"), [(2048, True), (4096, False)])
+def test_settings_that_serve_are_not_given_up_for_safer_ones_that_carry_less(isl: int, carries_more: bool) -> None:
+    """Both mixes have settings that are better by a tenth and more, when what a full batch does to the ITL counts."""
+    profile = load_profile("l4-qwen2.5-14b")
+    engine = replace(ENGINE, kv_blocks=profile.kv_blocks, step_model=profile.step, max_model_len=8192)
+    first = {"maxSequences": 12, "maxBatchedTokens": 4096, "prefillChunkTokens": 512}
+    spec = tuned_spec(**{name: {"initial": value} for name, value in first.items()})
+    loose = {"ttft": {"milliseconds": 2000}, "interTokenLatency": {"milliseconds": 200}}
+    spec = spec.model_copy(update={"objectives": spec_of(objectives=loose).objectives})
+    decision = decide(spec, seen(demand_of(1.0, isl=isl, osl=64), ready=4, engine=engine), {})
+    assert (decision.settings_reason == "RetunedForMix") == carries_more
+
+
 def test_settings_follow_the_mix_in_limited_steps() -> None:
     spec = tuned_spec(maxStepPercent=50)
     decision = decide(spec, seen(demand_of(9, **LONG_ANSWERS), ready=2), {})
