@@ -143,12 +143,13 @@ def _entry(data: Any, rings: dict[str, list[PodSample]]) -> Entry:
 
 
 def _window_json(window: PodWindow) -> list[object]:
-    return [window.pod, window.sampled_at, window.seconds, window.scrapes, _values_json(window.values)]
+    values = _values_json(window.values)
+    return [window.pod, window.sampled_at, window.seconds, window.scrapes, values, window.arrived_lately]
 
 
 def _window(data: Any) -> PodWindow:
-    pod, sampled_at, seconds, scrapes, values = data
-    return PodWindow(pod, sampled_at, seconds, scrapes, _values(values))
+    pod, sampled_at, seconds, scrapes, values, arrived_lately = data
+    return PodWindow(pod, sampled_at, seconds, scrapes, _values(values), arrived_lately)
 
 
 def _values_json(values: Values) -> dict[str, float]:
