@@ -172,7 +172,7 @@ def window_of(pod: str, samples: Sequence[PodSample]) -> PodWindow | None:
     if not samples:
         return None
     newest = samples[-1]
-    recent = [sample for sample in samples if sample.at >= newest.at - WINDOW_SECONDS - 0.5]
+    recent = _last(samples, WINDOW_SECONDS)
     oldest = recent[0]
     seconds = newest.at - oldest.at
     if len(recent) < MIN_SCRAPES or seconds <= 0:
@@ -190,8 +190,14 @@ def window_of(pod: str, samples: Sequence[PodSample]) -> PodWindow | None:
 
 
 def _arrived_lately(samples: Sequence[PodSample]) -> float:
-    lately = [sample.values for sample in samples if sample.at >= samples[-1].at - LATELY_SECONDS - 0.5]
+    lately = [sample.values for sample in _last(samples, LATELY_SECONDS)]
     return sum(_increase([values.get(key, 0.0) for values in lately]) for key in lately[-1] if key[0] == "arrivals")
+
+
+def _last(samples: Sequence[PodSample], seconds: float) -> list[PodSample]:
+    """Those of so many seconds up to the newest; scrapes are a little early or late."""
+    begin = samples[-1].at - seconds - 0.5
+    return [sample for sample in samples if sample.at >= begin]
 
 
 def _increase(values: Sequence[float]) -> float:

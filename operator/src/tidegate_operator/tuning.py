@@ -236,8 +236,10 @@ def follow_mix(spec: Spec, observation: Observation, *, tuning: Tuning, demand: 
     if not is_settled and plan.gain_ratio < URGENT_GAIN_RATIO:
         return tuning
     # Among settings of one rate the safer ones are better; those that serve are not given up for safer ones of less.
-    carries_less = plan.capacity.requests_per_second < capacity_of(scene, tuning.settings).requests_per_second
-    if plan.gain_ratio < MIN_GAIN_RATIO or carries_less:
+    if (
+        plan.gain_ratio < MIN_GAIN_RATIO
+        or plan.capacity.requests_per_second < capacity_of(scene, tuning.settings).requests_per_second
+    ):
         return replace(tuning, memory=replace(memory, settled=signature))
     step = best_step(scene, plan.settings, present=tuning.settings, spec=spec)
     if step == tuning.settings:
